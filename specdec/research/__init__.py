@@ -1,0 +1,1 @@
+"""Tools of the experimenter: prompt sets, a small real model, benchmarks."""

