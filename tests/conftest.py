@@ -32,3 +32,9 @@ def smollm2_path() -> Path:
         return smollm2.fetch()
     except SpecdecError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def smollm2_folder(smollm2_path: Path) -> Path:
+    """The same model dequantised to float32, as a Hugging Face folder that loads in a second."""
+    return smollm2.fetch_folder(smollm2_path.parent)

@@ -66,10 +66,15 @@ def test_an_unreachable_index_is_one_line_with_the_reason(tmp_path: Path, monkey
 
 
 @pytest.mark.smollm2
-def test_the_real_model_speaks(smollm2_path: Path) -> None:
+def test_the_real_model_speaks_and_keeps_its_chat_template(smollm2_folder: Path) -> None:
     from tests.helpers.smollm2 import load_smollm2
     from tests.oracle import oracle_greedy
 
-    model, tokenizer = load_smollm2(smollm2_path)
+    model, tokenizer = load_smollm2(smollm2_folder)
     ids = oracle_greedy(model, tokenizer("The capital of France is")["input_ids"], 1)
     assert tokenizer.decode(ids) == " Paris"
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id == 2
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
+    )
+    assert chat.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")

@@ -7,16 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 @lru_cache(maxsize=1)
-def load_smollm2(path: Path) -> tuple[Any, Any]:
-    """(model, tokenizer) from the GGUF file at `path`, by transformers alone: independent of specdec's own loading."""
-    model = AutoModelForCausalLM.from_pretrained(
-        path.parent,
-        gguf_file=path.name,
-        quantization_config=GgufConfig(dequantize=True),
-        dtype=torch.float32,
-    )
-    return model.eval(), AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+def load_smollm2(folder: Path) -> tuple[Any, Any]:
+    """(model, tokenizer) from the fixture `smollm2_folder`, by transformers alone: independent of specdec's loading.
+
+    Every caller of a process shares the two: leave them as they are.
+    """
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.eval(), AutoTokenizer.from_pretrained(folder)
