@@ -47,7 +47,7 @@ from specdec.errors import SpecdecError
 
 Values: TypeAlias = Any  # a float, a sequence of floats, a numpy array or a torch tensor
 RULES = ("leviathan", "match", "coupled")
-PROPOSALS = ("sampled", "argmax")
+PROPOSALS = ("sample", "argmax")  # the names that acceptance rules use
 SUM_TOLERANCE = 1e-3  # how far the sum of a probability row may be from 1: float32 softmax over 256k tokens, with room
 
 
@@ -103,7 +103,7 @@ def expected_acceptance(p: Values, q: Values, rule: str = "leviathan", proposal:
             least (1 - TV) / (1 + TV). Moulton and Jiang, "Maximally Consistent Sampling and the Jaccard Index of
             Probability Distributions" (2018); Daliri, Musco and Suresh, "Coupling without Communication and
             Drafter-Invariant Speculative Decoding" (2024).
-        proposal: `sampled` from q, or `argmax` of q, for which every rule accepts with probability p(argmax q). None:
+        proposal: `sample` (drawn from q), or `argmax` (of q), for which every rule accepts with probability p(argmax q). None:
             what `draft-model` does, argmax under `match` and sampled under the two others.
 
     Returns:
@@ -235,7 +235,7 @@ def _width_cost(v: float | Sequence[float] | Callable[[int], float], k: int) -> 
 def _proposal(rule: str, proposal: str | None) -> str:
     if rule not in RULES:
         raise SpecdecError(f"rule: unknown acceptance rule {rule!r}; known: {', '.join(RULES)}")
-    chosen = proposal or ("argmax" if rule == "match" else "sampled")
+    chosen = proposal or ("argmax" if rule == "match" else "sample")
     if chosen not in PROPOSALS:
         raise SpecdecError(f"proposal: unknown kind {proposal!r}; known: {', '.join(PROPOSALS)}")
     return chosen

@@ -127,7 +127,7 @@ def test_expected_acceptance_follows_the_definitions(vocab: int, sparse: bool) -
         p, q = laws(seed, vocab, sparse=sparse), laws(1000 + seed, vocab, sparse=sparse)
         tv = 0.5 * np.abs(p - q).sum()
         assert theory.expected_acceptance(p, q, "leviathan") == pytest.approx(1 - tv, abs=1e-14)
-        assert theory.expected_acceptance(p, q, "match", "sampled") == pytest.approx(p @ q, abs=1e-14)
+        assert theory.expected_acceptance(p, q, "match", "sample") == pytest.approx(p @ q, abs=1e-14)
         assert theory.expected_acceptance(p, q, "match") == p[q.argmax()]
         assert theory.expected_acceptance(p, q, "leviathan", "argmax") == p[q.argmax()]
         coupled = theory.expected_acceptance(p, q, "coupled")
@@ -139,10 +139,10 @@ def test_expected_acceptance_follows_the_definitions(vocab: int, sparse: bool) -
 def test_expected_acceptance_of_equal_and_of_disjoint_laws() -> None:
     p, q = np.array([0.5, 0.3, 0.2, 0.0]), np.array([0.0, 0.0, 0.0, 1.0])
     for rule in theory.RULES:
-        assert theory.expected_acceptance(p, q, rule, "sampled") == 0.0
+        assert theory.expected_acceptance(p, q, rule, "sample") == 0.0
     assert theory.expected_acceptance(p, p, "leviathan") == pytest.approx(1.0, abs=1e-15)
     assert theory.expected_acceptance(p, p, "coupled") == pytest.approx(1.0, abs=1e-15)
-    assert theory.expected_acceptance(p, p, "match", "sampled") == pytest.approx(0.38, abs=1e-15)
+    assert theory.expected_acceptance(p, p, "match", "sample") == pytest.approx(0.38, abs=1e-15)
 
 
 def test_expected_acceptance_equals_simulated_rules() -> None:
@@ -156,7 +156,7 @@ def test_expected_acceptance_equals_simulated_rules() -> None:
         "coupled": (race / p).argmin(1) == (race / q).argmin(1),
     }
     for rule, accepted in simulated.items():
-        expected = theory.expected_acceptance(p, q, rule, "sampled")
+        expected = theory.expected_acceptance(p, q, rule, "sample")
         assert abs(accepted.mean() - expected) < 4 * math.sqrt(expected * (1 - expected) / n), rule
 
 
