@@ -103,8 +103,8 @@ def expected_acceptance(p: Values, q: Values, rule: str = "leviathan", proposal:
             least (1 - TV) / (1 + TV). Moulton and Jiang, "Maximally Consistent Sampling and the Jaccard Index of
             Probability Distributions" (2018); Daliri, Musco and Suresh, "Coupling without Communication and
             Drafter-Invariant Speculative Decoding" (2024).
-        proposal: `sample` (drawn from q), or `argmax` (of q), for which every rule accepts with probability p(argmax q). None:
-            what `draft-model` does, argmax under `match` and sampled under the two others.
+        proposal: `sample` (drawn from q), or `argmax` (of q), for which every rule accepts with probability
+            p(argmax q). None: what `draft-model` does, `argmax` under `match` and `sample` under the two others.
 
     Returns:
         Acceptance `[...]` in [0, 1].
