@@ -31,7 +31,7 @@ def test_tiny_models_are_reproducible_and_not_degenerate(kind: str) -> None:
     assert text != oracle_greedy(tiny_model(kind, seed=2), PROMPT, 32)
     assert len(set(text)) >= 4
     top = oracle_logits(model, PROMPT + text).topk(2).values
-    assert float((top[:, 0] - top[:, 1]).min()) > 1e-3  # float32 passes of other shapes differ by about 1e-6
+    assert float((top[:, 0] - top[:, 1]).min()) > 1e-4  # float32 passes of other shapes differ by about 1e-6
 
 
 @pytest.mark.parametrize("kind", ["mistral", "gemma2", "gemma3"])
