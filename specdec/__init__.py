@@ -1,0 +1,19 @@
+"""specdec: speculative decoding for researchers, in pure PyTorch on Hugging Face models."""
+
+__version__ = "0.1.0"
+
+from specdec.acceptance import AcceptanceRule, register_rule
+from specdec.config import UNSET, GenerationSettings, PairConfig, RunConfig
+from specdec.decoder import SpeculativeDecoder
+from specdec.drafters import STRATEGIES, Draft, Drafter, DraftModel, DraftRequest, NgramSimple, PromptLookup
+from specdec.errors import SpecdecError
+from specdec.loading import LoadedPair, load_pair
+from specdec.report import PairReport
+from specdec.result import Generation, Round
+from specdec.stats import Stats
+
+__all__ = [
+    "STRATEGIES", "UNSET", "AcceptanceRule", "Draft", "DraftModel", "DraftRequest", "Drafter", "Generation",
+    "GenerationSettings", "LoadedPair", "NgramSimple", "PairConfig", "PairReport", "PromptLookup", "Round", "RunConfig",
+    "SpecdecError", "SpeculativeDecoder", "Stats", "load_pair", "register_rule",
+]  # fmt: skip

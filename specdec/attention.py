@@ -1,0 +1,169 @@
+"""The attention function that specdec registers with transformers, and the masks that go with it.
+
+transformers' stock SDPA path copies the whole static K/V buffer (`repeat_kv`) in every layer as soon as there is a
+4D mask and more than one query. `ragged_attention` folds the group of query heads that share a K/V head into the
+query axis instead: `q.reshape(B, H_kv, G * S, D)`. Same numbers, no copy.
+
+Masks are boolean, True = attend. A query at position t sees slots 0..t, or t - window + 1..t in sliding layers; a
+padding query sits at position 0 and sees slot 0, because a softmax over nothing is NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from specdec.errors import SpecdecError
+
+RAGGED = "specdec_ragged"
+SUPPORTED = (RAGGED, "sdpa", "eager")
+
+Mask = Tensor | dict[str, Tensor]
+
+
+def ragged_attention(
+    module: nn.Module,
+    query: Tensor,  # [B, H, S, D]
+    key: Tensor,  # [B, H_kv, L, D]
+    value: Tensor,  # [B, H_kv, L, D_v]
+    attention_mask: Tensor | None,  # [B, 1, S, L] bool
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Grouped-query attention without `repeat_kv`; returns `[B, S, H, D_v]` and no weights.
+
+    `softcap` (Gemma 2) and `s_aux` (attention sinks, GPT-OSS) are the keywords under which transformers' models pass
+    them. Dropout is never applied: this function only serves inference.
+    """
+    batch, heads, length, width = query.shape
+    groups = heads // key.shape[1]
+    folded = query.reshape(batch, key.shape[1], groups * length, width)
+    mask = attention_mask
+    if mask is not None and groups > 1:
+        mask = mask.repeat(1, 1, groups, 1)
+    if softcap is None and s_aux is None:
+        out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
+    else:
+        out = _plain_attention(folded, key, value, mask, scaling or width**-0.5, softcap, s_aux)
+    return out.reshape(batch, heads, length, -1).transpose(1, 2).contiguous(), None
+
+
+def _plain_attention(
+    query: Tensor,  # [B, H_kv, G * S, D]
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,  # [B, 1, G * S, L]
+    scaling: float,
+    softcap: float | None,
+    sinks: Tensor | None,  # [H]
+) -> Tensor:
+    weights = query @ key.transpose(2, 3) * scaling
+    if softcap is not None:
+        weights = torch.tanh(weights / softcap) * softcap
+    if mask is not None:
+        weights = weights.masked_fill(~mask, torch.finfo(weights.dtype).min)
+    if sinks is not None:
+        batch, kv_heads, rows, _ = weights.shape
+        column = sinks.reshape(1, kv_heads, -1, 1).expand(batch, -1, -1, rows * kv_heads // sinks.numel())
+        weights = torch.cat([weights, column.reshape(batch, kv_heads, rows, 1).to(weights.dtype)], dim=-1)
+    weights = torch.softmax(weights, dim=-1, dtype=torch.float32)
+    if sinks is not None:
+        weights = weights[..., :-1]
+    return weights.to(value.dtype) @ value
+
+
+AttentionInterface.register(RAGGED, ragged_attention)
+# Without a mask function under the same name, transformers silently hands `mask=None` to the attention.
+AttentionMaskInterface.register(RAGGED, sdpa_mask)
+
+
+def check_attention(name: str | None) -> str:
+    """The attention implementation to run with: `None` = specdec's own. Others by transformers' names.
+
+    Raises SpecdecError for kernels that take no 4D mask (flash-attention 2 ignores or rejects it).
+    """
+    if name is None:
+        return RAGGED
+    if name not in SUPPORTED:
+        raise SpecdecError(
+            f"attn_implementation={name!r} is not supported: a ragged batch needs a 4D mask; use one of {SUPPORTED}"
+        )
+    return name
+
+
+class MaskBuilder:
+    """Builds the masks one model wants: one tensor, or one per layer type for models that mix windows.
+
+    A single tensor given to a model with `layer_types` silently un-windows its sliding layers, so those models get
+    the dictionary that they expect.
+    """
+
+    def __init__(self, config: Any, implementation: str, dtype: torch.dtype):
+        self.additive = implementation == "eager"  # eager adds the mask; a boolean one would be silently wrong
+        self.dtype = dtype
+        layer_types = set(getattr(config, "layer_types", None) or ())
+        window = getattr(config, "sliding_window", None)
+        if getattr(config, "use_sliding_window", True) is False:
+            window = None
+        self.window: int | None = window
+        self.per_type = "sliding_attention" in layer_types
+        self.sliding_only = not layer_types and window is not None
+
+    def __call__(self, positions: Tensor, kv_len: int) -> Mask:
+        """positions [B, S] of the queries (0 for padding) -> bool or additive mask `[B, 1, S, kv_len]`."""
+        slots = torch.arange(kv_len, device=positions.device)
+        age = positions[:, None, :, None] - slots  # [B, 1, S, kv_len]
+        full = age >= 0
+        if not (self.per_type or self.sliding_only):
+            return self._finish(full)
+        assert self.window is not None
+        sliding = full & (age < self.window)
+        if self.sliding_only:
+            return self._finish(sliding)
+        return {"full_attention": self._finish(full), "sliding_attention": self._finish(sliding)}
+
+    def _finish(self, mask: Tensor) -> Tensor:
+        if not self.additive:
+            return mask
+        blocked = torch.zeros(mask.shape, dtype=self.dtype, device=mask.device)
+        return blocked.masked_fill(~mask, torch.finfo(self.dtype).min)
+
+
+class AttentionSwitch:
+    """Puts a model into inference shape for one pass and back: its attention choice and its training flags.
+
+    The choice lives in the caller's config objects, so it is changed for the pass only; a generator that is suspended
+    between passes leaves the caller's model exactly as it was.
+    """
+
+    def __init__(self, model: nn.Module, implementation: str):
+        self.model = model
+        self.implementation = implementation
+        configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+        self.configs = [c for c in configs.values() if hasattr(c, "_attn_implementation_internal")]
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        before = [config._attn_implementation_internal for config in self.configs]
+        training = [m for m in self.model.modules() if m.training] if self.model.training else []
+        for module in training:
+            module.training = False
+        # The private name: the public setter walks into sub-configs and would touch more than it restores.
+        for config in self.configs:
+            config._attn_implementation_internal = self.implementation
+        try:
+            yield
+        finally:
+            for config, value in zip(self.configs, before, strict=True):
+                config._attn_implementation_internal = value
+            for module in training:
+                module.training = True

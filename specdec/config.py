@@ -1,0 +1,264 @@
+"""Configuration: frozen dataclasses, strict checks, YAML in and out. Unknown keys are errors.
+
+`GenerationSettings` is everything that `generate`, `stream` and `rounds` accept beside the prompts. `RunConfig` is a
+whole run as a file (configs/demo.yaml); every field there is a field here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import yaml
+
+from specdec.errors import SpecdecError
+from specdec.sampling import TEXT_FIELDS, WARPER_FIELDS
+
+
+class _Unset:
+    """The default of arguments whose `None` means something ("no end-of-sequence token", "no strategies")."""
+
+    def __repr__(self) -> str:
+        return "UNSET"
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __copy__(self) -> _Unset:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> _Unset:
+        return self
+
+
+UNSET: Any = _Unset()
+
+# Fields of transformers' GenerationConfig that are passed to its processors under their own names.
+PROCESSOR_FIELDS = tuple(name for name in (*TEXT_FIELDS, *WARPER_FIELDS))
+_REFUSED = {
+    "num_beams": "beam search is not supported: speculative decoding verifies one continuation a row",
+    "num_beam_groups": "beam search is not supported: speculative decoding verifies one continuation a row",
+    "do_sample": "do_sample is not an option here: temperature=0 is greedy, temperature > 0 samples",
+    "max_length": "max_length is not an option here: use max_new_tokens",
+    "assistant_model": "assistant_model is not an option here: pass the draft model when the decoder is built",
+    "guidance_scale": "guidance_scale (classifier-free guidance) is not supported",
+    "watermarking_config": "watermarking is not supported",
+    "penalty_alpha": "contrastive search is not supported",
+}
+
+
+@dataclass(frozen=True)
+class GenerationSettings:
+    """Everything a generation call accepts beside its prompts. Names of the design's public surface.
+
+    max_new_tokens: most tokens emitted a row. seed: int = row i is keyed (seed, i); list = one seed a prompt; None =
+    fresh. temperature: 0 = greedy. top_k: 0 = off. top_p in (0, 1]. min_p in [0, 1]. processors: other
+    GenerationConfig fields by name. eos_token_id: UNSET = the model's, None = none, int or list. batch_size: rows in
+    one pass, None = all prompts up to 8. keep_state: reuse the K/V of earlier rows that a prompt extends.
+    """
+
+    max_new_tokens: int = 128
+    acceptance: Any = "leviathan"
+    seed: Any = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    eos_token_id: Any = UNSET
+    ignore_eos: bool = False
+    stop_strings: Any = None
+    logits_processor: Any = None
+    prefix_allowed_tokens_fn: Any = None
+    stopping_criteria: Any = None
+    num_return_sequences: int = 1
+    exact: Any = UNSET
+    output_logprobs: bool = False
+    batch_size: int | None = None
+    keep_state: bool = False
+    order: Literal["given", "upstream"] = "given"
+    processors: Mapping[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def parse(arguments: Mapping[str, Any]) -> GenerationSettings:
+        """From keyword arguments; an unknown name is an error that suggests the nearest known one."""
+        own = {f.name for f in fields(GenerationSettings)} - {"processors"}
+        known: dict[str, Any] = {}
+        processors: dict[str, Any] = {}
+        for name, value in arguments.items():
+            if name in own:
+                known[name] = value
+            elif name in PROCESSOR_FIELDS:
+                processors[name] = value
+            elif name in _REFUSED:
+                if name in ("num_beams", "num_beam_groups") and value in (None, 1):
+                    continue
+                raise SpecdecError(_REFUSED[name])
+            else:
+                raise unknown_name("generation option", name, sorted(own | set(PROCESSOR_FIELDS)))
+        settings = GenerationSettings(**known, processors=processors)
+        settings.check()
+        return settings
+
+    def check(self) -> None:
+        """Raise SpecdecError for a value out of range."""
+        _whole("max_new_tokens", self.max_new_tokens, 0)
+        _whole("top_k", self.top_k, 0)
+        _whole("num_return_sequences", self.num_return_sequences, 1)
+        if self.batch_size is not None:
+            _whole("batch_size", self.batch_size, 1)
+        _number("temperature", self.temperature, 0.0, math.inf)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("top_p", self.top_p, 0.0, 1.0)
+        if self.top_p == 0:
+            raise SpecdecError("top_p must be in (0, 1], got 0: it would leave no token")
+        _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf)
+        if self.repetition_penalty == 0:
+            raise SpecdecError("repetition_penalty must be > 0, got 0")
+        if self.order not in ("given", "upstream"):
+            raise SpecdecError(f"order must be 'given' or 'upstream', got {self.order!r}")
+        if not (self.exact is UNSET or self.exact == "auto" or isinstance(self.exact, bool)):
+            raise SpecdecError(f"exact must be True, False or 'auto', got {self.exact!r}")
+        self._check_seed()
+        for text in self.stops:
+            if not isinstance(text, str) or not text:
+                raise SpecdecError(f"stop_strings must be non-empty strings, got {text!r}")
+
+    def _check_seed(self) -> None:
+        seeds = self.seed if isinstance(self.seed, (list, tuple)) else [self.seed]
+        for seed in seeds:
+            if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
+                raise SpecdecError(f"seed must be an int, a list of ints or None, got {seed!r}")
+
+    @property
+    def stops(self) -> list[Any]:
+        """The stop strings as a list."""
+        if self.stop_strings is None:
+            return []
+        return [self.stop_strings] if isinstance(self.stop_strings, str) else list(self.stop_strings)
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Every processor field that is set, by GenerationConfig's names."""
+        named = {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
+        if self.repetition_penalty != 1.0:
+            named["repetition_penalty"] = self.repetition_penalty
+        return {**named, **self.processors}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for provenance; objects by their class names."""
+        return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
+
+
+@dataclass(frozen=True)
+class PairConfig:
+    """Which models to load. See `specdec.loading.load_pair`."""
+
+    target: str
+    draft: str | None = None
+    device: str | None = None
+    dtype: str | None = None
+    draft_device: str | None = None
+    draft_dtype: str | None = None
+    attn_implementation: str | None = None
+    revision: str | None = None
+    draft_revision: str | None = None
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A run as a file: a pair, the strategy chain, generation options, prompts.
+
+    strategies: names, or mappings with `name` and the strategy's parameters; generation: keyword arguments of
+    `generate`; prompts: strings.
+    """
+
+    pair: PairConfig
+    strategies: tuple[Any, ...] | None = None
+    generation: Mapping[str, Any] = field(default_factory=dict)
+    prompts: tuple[str, ...] = ()
+
+
+T = TypeVar("T")
+
+
+def from_dict(cls: type[T], data: Any, where: str) -> T:
+    """Build a dataclass from a mapping; `where` names the place in error messages."""
+    if not isinstance(data, Mapping):
+        raise SpecdecError(f"{where}: expected a mapping of options, got {type(data).__name__}")
+    known = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]
+    values: dict[str, Any] = {}
+    for name, value in data.items():
+        if name not in known:
+            raise unknown_name(f"option in {where}", str(name), sorted(known))
+        if name == "pair":
+            value = from_dict(PairConfig, value, f"{where}.pair")
+        values[name] = tuple(value) if isinstance(value, list) else value
+    try:
+        return cls(**values)
+    except TypeError as error:
+        raise SpecdecError(f"{where}: {error}") from None
+
+
+def load_yaml(path: str | Path, cls: type[T] = RunConfig) -> T:  # type: ignore[assignment]
+    """A config file as a dataclass. Raises SpecdecError for a missing or malformed file or an unknown key."""
+    file = Path(path)
+    if not file.is_file():
+        raise SpecdecError(f"config file not found: {path}")
+    try:
+        data = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise SpecdecError(f"{path} is not valid YAML: {error}") from None
+    config = from_dict(cls, data, file.name)
+    if isinstance(config, RunConfig):
+        GenerationSettings.parse(config.generation)
+    return config
+
+
+def dump_yaml(config: Any) -> str:
+    """A dataclass as YAML that `load_yaml` reads back to an equal object."""
+    return yaml.safe_dump(_lists(asdict(config)), sort_keys=False, allow_unicode=True)
+
+
+def unknown_name(kind: str, name: str, known: Iterable[str]) -> SpecdecError:
+    """The error for a name that does not exist, with the nearest one that does."""
+    known = list(known)
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
+    return SpecdecError(f"unknown {kind} {name!r}{hint}")
+
+
+def _whole(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise SpecdecError(f"{name} must be a whole number >= {least}, got {value!r}")
+
+
+def _number(name: str, value: Any, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high or value == math.inf:
+        bounds = f">= {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
+        raise SpecdecError(f"{name} must be a number {bounds}, got {value!r}")
+
+
+def _lists(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {k: _lists(v) for k, v in value.items()}
+    return [_lists(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def _plain(value: Any) -> Any:
+    if value is UNSET:
+        return "unset"
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, Sequence):
+        return [_plain(v) for v in value]
+    if is_dataclass(value) and hasattr(value, "name"):
+        return str(value.name)
+    return type(value).__name__

@@ -1,0 +1,335 @@
+"""`SpeculativeDecoder`: what users hold. Checks a call, builds its rows, chain and engine, and returns its result."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from specdec.acceptance import find_rule
+from specdec.config import UNSET, GenerationSettings
+from specdec.drafters import make_drafters
+from specdec.drafters.base import DraftContext
+from specdec.drafters.chain import Chain, build_chain, upstream_order
+from specdec.engine import Engine
+from specdec.errors import SpecdecError
+from specdec.kv_cache import KeptRows
+from specdec.loading import LoadedPair, check_model_kind, check_modules, self_test
+from specdec.prompts import TextStream, encode_prompts
+from specdec.provenance import WeightHash, device_name, hash_ids, versions
+from specdec.result import Generation, Round
+from specdec.rows import Row, StopRules
+from specdec.runner import HostReader, Runner, Shapes
+from specdec.sampling import build_sampling, row_key
+
+DEFAULT_BATCH = 8
+
+
+class SpeculativeDecoder:
+    """A target model, perhaps a draft model, and a chain of strategies.
+
+    target_model, draft_model: transformers causal language models, left as they are; tokenizer: for text prompts and
+    texts; draft_tokenizer: the draft's, None = the same; strategies: names or configured drafters in priority order,
+    None = `draft-model` with a draft and `prompt-lookup` without, [] = plain decoding; attn_implementation: None =
+    specdec's own, or "sdpa" / "eager"; exact: True, False or "auto" (docs/exactness.md).
+
+    Raises SpecdecError for a pair that cannot work and for a model whose ragged pass is not its plain pass.
+    """
+
+    def __init__(
+        self,
+        target_model: Any,
+        draft_model: Any = None,
+        tokenizer: Any = None,
+        draft_tokenizer: Any = None,
+        strategies: Any = None,
+        *,
+        attn_implementation: str | None = None,
+        exact: Any = "auto",
+        check: bool = True,
+    ):
+        self.strategies = make_drafters(strategies, draft_model is not None)
+        for model, role in ((target_model, "target"), (draft_model, "draft")):
+            if model is not None:
+                check_model_kind(model.config, role)
+        translate = any(getattr(d, "translate", False) for d in self.strategies)
+        self.report = check_modules(target_model, draft_model, tokenizer, draft_tokenizer, translate)
+        self.target = Runner(target_model, attn_implementation)
+        self.draft = Runner(draft_model, attn_implementation) if draft_model is not None else None
+        self.tokenizer, self.draft_tokenizer = tokenizer, draft_tokenizer or tokenizer
+        self.exact = exact
+        self.reader = HostReader()
+        self._hashes = {role: WeightHash(r.model) for role, r in self._runners().items()}
+        self._kept: KeptRows | None = None
+        self._kept_chain: Chain | None = None
+        if check:
+            for role, runner in self._runners().items():
+                self_test(runner, role)
+
+    @classmethod
+    def from_pretrained(cls, target: str, draft: str | None = None, strategies: Any = None, **options: Any) -> Any:
+        """Load a pair by hub id, folder or GGUF file; options are those of `specdec.load_pair` and of this class."""
+        own = {name: options.pop(name) for name in ("exact", "check") if name in options}
+        drafters = make_drafters(strategies, draft is not None)
+        translate = any(getattr(d, "translate", False) for d in drafters)
+        pair = LoadedPair.load(target, draft, translate=translate, **options)
+        attention = options.get("attn_implementation")
+        decoder = cls(
+            pair.target, pair.draft, pair.tokenizer, pair.draft_tokenizer, strategies,
+            attn_implementation=attention, **own,
+        )  # fmt: skip
+        decoder.report = pair.report
+        return decoder
+
+    def _runners(self) -> dict[str, Runner]:
+        return {role: r for role, r in (("target", self.target), ("draft", self.draft)) if r is not None}
+
+    @property
+    def host_reads(self) -> int:
+        """Transfers from the device since this decoder was built."""
+        return self.reader.count
+
+    # -- public calls --------------------------------------------------------------------------------------------
+
+    def generate(
+        self, prompts: Any, max_new_tokens: int = 128, strategies: Any = UNSET, **options: Any
+    ) -> Generation:
+        """Generate for one prompt or many. Options: `specdec.GenerationSettings`, field by field, and every processor
+        field of transformers' GenerationConfig by its own name.
+
+        A KeyboardInterrupt ends the call early: finished tokens are returned, unfinished rows with reason
+        `interrupted`. Raises SpecdecError for bad input before any work, and if every row fails.
+        """
+        call = self._call(prompts, strategies, max_new_tokens=max_new_tokens, **options)
+        with call:
+            try:
+                for _ in call.engine.run():
+                    pass
+            except KeyboardInterrupt:
+                call.interrupt()
+        return call.result()
+
+    def stream(
+        self, prompt: Any, max_new_tokens: int = 128, strategies: Any = UNSET, **options: Any
+    ) -> Iterator[str]:
+        """The text of one prompt, piece by piece; joined pieces equal `generate(...).texts[0]`."""
+        if self.tokenizer is None:
+            raise SpecdecError("stream needs a tokenizer: pass tokenizer=... when the decoder is built")
+        call = self._single(prompt, "stream", strategies, max_new_tokens=max_new_tokens, **options)
+        return self._pieces(call)
+
+    def rounds(
+        self, prompt: Any, max_new_tokens: int = 128, strategies: Any = UNSET, **options: Any
+    ) -> Iterator[Round]:
+        """One prompt, one `Round` at a time, with p and q at the drafted tokens."""
+        call = self._single(prompt, "rounds", strategies, max_new_tokens=max_new_tokens, **options)
+        call.record = True
+        return self._each_round(call)
+
+    def _pieces(self, call: Call) -> Iterator[str]:
+        row = call.rows[0]
+        text = TextStream(row.stops.stop_strings)
+        with call:
+            for _ in call.engine.run():
+                piece = text.piece(row.text())
+                if piece and row.finish_reason is None:
+                    yield piece
+        call.raise_if_failed()
+        rest = text.rest(row.text())
+        if rest:
+            yield rest
+
+    def _each_round(self, call: Call) -> Iterator[Round]:
+        with call:
+            for rounds in call.engine.run():
+                yield from rounds
+
+    # -- building a call -----------------------------------------------------------------------------------------
+
+    def _single(self, prompt: Any, verb: str, strategies: Any, **options: Any) -> Call:
+        call = self._call(prompt, strategies, **options)
+        if len(call.rows) != 1:
+            raise SpecdecError(f"{verb} takes one prompt, got {len(call.rows)} rows")
+        return call
+
+    def _call(self, prompts: Any, strategies: Any, **options: Any) -> Call:
+        settings = GenerationSettings.parse(options)
+        drafters = self.strategies if strategies is UNSET else make_drafters(strategies, self.draft is not None)
+        if any(d.name == "draft-model" for d in drafters) and self.draft is None:
+            raise SpecdecError("strategy 'draft-model' needs a draft model: pass draft=... when the decoder is built")
+        if settings.order == "upstream":
+            drafters = upstream_order(drafters)
+        encoded = encode_prompts(prompts, self.tokenizer, self.target.vocab_size, self.target.context)
+        return Call(self, settings, drafters, encoded)
+
+    def resolve_exact(self, choice: Any) -> bool:
+        """Whether a call runs with fixed shapes; `auto` = dense half-precision models on a GPU."""
+        choice = self.exact if choice is UNSET else choice
+        config = self.target.config
+        experts = any(getattr(config, n, None) for n in ("num_experts", "num_local_experts", "n_routed_experts"))
+        quantised = getattr(self.target.model.config, "quantization_config", None) is not None
+        if choice == "auto":
+            half = self.target.dtype in (torch.bfloat16, torch.float16)
+            return self.target.device.type == "cuda" and half and not experts and not quantised
+        if choice and (experts or quantised):
+            kind = "mixture-of-experts" if experts else "quantised"
+            raise SpecdecError(f"exact=True does not cover {kind} models: their passes depend on what else is in them")
+        return bool(choice)
+
+
+class Call:
+    """One generation call: its rows, and while it is entered, its engine."""
+
+    def __init__(
+        self, decoder: SpeculativeDecoder, settings: GenerationSettings, drafters: Sequence[Any],
+        prompts: Sequence[Sequence[int]],
+    ):  # fmt: skip
+        self.decoder, self.drafters, self.record = decoder, drafters, False
+        self.rule = find_rule(settings.acceptance)
+        self.exact = decoder.resolve_exact(settings.exact)
+        self.settings = settings = replace(settings, seed=_fresh_seed(settings.seed))
+        stops = self._stop_rules()
+        self.sampling = build_sampling(
+            decoder.target.model, settings.fields, settings.temperature, sorted(stops.eos),
+            _as_list(settings.logits_processor), settings.prefix_allowed_tokens_fn, decoder.target.device,
+        )  # fmt: skip
+        keys = _row_keys(settings, len(prompts))
+        n = settings.num_return_sequences
+        self.rows = [Row(i, list(prompts[i // n]), key, stops) for i, key in enumerate(keys)]
+        if self.sampling.row_processors is not None and self.rows:
+            self.sampling.row_processors(len(self.rows[0].prompt), settings.max_new_tokens)  # bad values fail now
+        self.batch = min(settings.batch_size or DEFAULT_BATCH, max(1, len(self.rows)))
+        self.capacity = max((len(row.ids) - 1 for row in self.rows), default=1)
+
+    def _stop_rules(self) -> StopRules:
+        decoder, settings = self.decoder, self.settings
+        if settings.stops and decoder.tokenizer is None:
+            raise SpecdecError("stop_strings needs a tokenizer: pass tokenizer=... when the decoder is built")
+        eos = settings.eos_token_id
+        if eos is UNSET:
+            eos = getattr(decoder.target.model.generation_config, "eos_token_id", None)
+        if settings.ignore_eos or eos is None:
+            eos = []
+        return StopRules(
+            max_new_tokens=settings.max_new_tokens,
+            context=decoder.target.context,
+            eos=frozenset(int(t) for t in _as_list(eos)),
+            stop_strings=tuple(settings.stops),
+            criteria=tuple(_as_list(settings.stopping_criteria)),
+            tokenizer=decoder.tokenizer,
+        )
+
+    def __enter__(self) -> Call:
+        decoder, target = self.decoder, self.decoder.target
+        keep = self.settings.keep_state
+        previous = decoder._kept_chain if keep else None
+        context = DraftContext(
+            self.batch, self.capacity, target.vocab_size, decoder.draft, decoder.tokenizer, decoder.draft_tokenizer,
+            decoder.reader, dict(zip(previous.labels, previous.drafters, strict=True)) if previous else {},
+        )  # fmt: skip
+        chain = build_chain(self.drafters, context)
+        self.reads_before = decoder.reader.count
+        self.started = time.perf_counter()
+        self.engine = Engine(
+            runner=target,
+            cache=target.pool.lease(self.batch, self.capacity),
+            shapes=Shapes.choose(target.device, self.exact, self.capacity),
+            chain=chain,
+            rule=self.rule,
+            sampling=self.sampling,
+            rows=self.rows,
+            batch=self.batch,
+            vocab_size=target.vocab_size,
+            reader=decoder.reader,
+            kept=decoder._kept if keep else None,
+            record=self.record,
+            logprobs=self.settings.output_logprobs,
+        )
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self.seconds = time.perf_counter() - self.started
+        decoder, engine = self.decoder, self.engine
+        keep = self.settings.keep_state and kind is None
+        if not keep:
+            engine.chain.close()
+            decoder.target.pool.give_back(engine.cache)
+            return
+        if decoder._kept is not None and decoder._kept_chain is not None:
+            decoder.target.pool.give_back(decoder._kept.cache)
+            decoder._kept_chain.close()
+        texts = [r.tokens.copy() if r is not None and r.error is None else _NOTHING for r in engine.slots]
+        decoder._kept, decoder._kept_chain = KeptRows(engine.cache, texts), engine.chain
+
+    def interrupt(self) -> None:
+        """Mark every unfinished row."""
+        for row in self.rows:
+            if row.finish_reason is None:
+                if row.pending is not None and row.accepted:
+                    row.close_round(had_token=False)
+                row.fail("interrupted")
+
+    def raise_if_failed(self) -> None:
+        """Raise when no row came through."""
+        if self.rows and all(row.finish_reason == "error" for row in self.rows):
+            raise SpecdecError(str(self.rows[0].error))
+
+    def result(self) -> Generation:
+        self.raise_if_failed()
+        rows = self.rows
+        return Generation(
+            token_ids=[row.output for row in rows],
+            texts=[row.text() for row in rows] if self.decoder.tokenizer is not None else None,
+            finish_reasons=[str(row.finish_reason) for row in rows],
+            stats=self.engine.stats(self.seconds, self.reads_before),
+            provenance=self._provenance(),
+            errors=[row.error for row in rows],
+            logprobs=[row.logprobs for row in rows] if self.settings.output_logprobs else None,
+            origins=[row.origins for row in rows],
+            lossy=self.rule.lossy,
+        )
+
+    def _provenance(self) -> dict[str, Any]:
+        decoder = self.decoder
+        return {
+            "versions": versions(),
+            "devices": {role: device_name(r.device) for role, r in decoder._runners().items()},
+            "dtypes": {role: str(r.dtype) for role, r in decoder._runners().items()},
+            "weights": {role: h.get() for role, h in decoder._hashes.items()},
+            "prompts": [hash_ids(row.prompt) for row in self.rows],
+            "seed": self.settings.seed,
+            "settings": {**self.settings.to_dict(), "acceptance": self.rule.name},
+            "strategies": [{"name": d.name, **getattr(d, "parameters", dict)()} for d in self.drafters],
+            "exact": self.exact,
+            "batch": self.batch,
+            "lossy": self.rule.lossy,
+        }
+
+
+_NOTHING = torch.zeros(0, dtype=torch.int64).numpy()
+
+
+def _as_list(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple, set, frozenset)) else [value]
+
+
+def _fresh_seed(seed: Any) -> Any:
+    if isinstance(seed, (list, tuple)):
+        return [secrets.randbits(63) if s is None else s for s in seed]
+    return secrets.randbits(63) if seed is None else seed
+
+
+def _row_keys(settings: GenerationSettings, n_prompts: int) -> list[int]:
+    """One key a row: int seed -> (seed, row); a list -> (seeds[prompt], which of its returned sequences)."""
+    n = settings.num_return_sequences
+    if not isinstance(settings.seed, list):
+        return [row_key(settings.seed, i) for i in range(n_prompts * n)]
+    if len(settings.seed) != n_prompts:
+        raise SpecdecError(f"seed has {len(settings.seed)} entries for {n_prompts} prompts")
+    return [row_key(seed, j) for seed in settings.seed for j in range(n)]

@@ -1,0 +1,77 @@
+"""Strategies by name, and the parsing of what users write for a chain."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from specdec.config import unknown_name
+from specdec.drafters.base import Draft, Drafter, DraftRequest
+from specdec.drafters.draft_model import DraftModel
+from specdec.drafters.ngram_simple import NgramSimple
+from specdec.drafters.prompt_lookup import PromptLookup
+from specdec.errors import SpecdecError
+
+STRATEGIES: dict[str, type[Any]] = {
+    "draft-model": DraftModel,
+    "prompt-lookup": PromptLookup,
+    "ngram-simple": NgramSimple,
+}
+
+
+def make_drafters(strategies: Any, has_draft: bool) -> list[Any]:
+    """A chain as users write it -> configured drafters, in the order given.
+
+    strategies: None = `draft-model` with a draft model, else `prompt-lookup`; a list (or a comma-separated string) of
+    names, `name:key=value:key=value` texts, mappings with `name`, or objects with the drafter protocol. Raises
+    SpecdecError for an unknown strategy or option.
+    """
+    if strategies is None:
+        strategies = ["draft-model" if has_draft else "prompt-lookup"]
+    if isinstance(strategies, str):
+        strategies = [part.strip() for part in strategies.split(",") if part.strip()]
+    if not isinstance(strategies, Sequence):
+        strategies = [strategies]
+    return [_make(entry) for entry in strategies]
+
+
+def _make(entry: Any) -> Any:
+    if isinstance(entry, str):
+        name, *options = entry.split(":")
+        return _named(name, dict(_option(name, text) for text in options))
+    if isinstance(entry, Mapping):
+        values = dict(entry)
+        if "name" not in values:
+            raise SpecdecError(f"a strategy written as a mapping needs a 'name': {dict(entry)}")
+        return _named(str(values.pop("name")), values)
+    if isinstance(entry, type) or not isinstance(entry, Drafter):
+        raise SpecdecError(f"{entry!r} is not a strategy: give a name, or an object with begin, draft and accept")
+    return entry
+
+
+def _option(strategy: str, text: str) -> tuple[str, Any]:
+    key, separator, value = text.partition("=")
+    if not separator:
+        raise SpecdecError(f"strategy {strategy!r}: expected key=value, got {text!r}")
+    return key, yaml.safe_load(value)
+
+
+def _named(name: str, options: Mapping[str, Any]) -> Any:
+    if name not in STRATEGIES:
+        raise unknown_name("strategy", name, STRATEGIES)
+    kind = STRATEGIES[name]
+    known = [key for key, f in kind.__dataclass_fields__.items() if f.init]
+    for key in options:
+        if key not in known:
+            raise unknown_name(f"option of strategy {name!r}", key, known)
+    try:
+        return kind(**options)
+    except TypeError as error:
+        raise SpecdecError(f"strategy {name!r}: {error}") from None
+
+
+__all__ = [
+    "STRATEGIES", "Draft", "DraftModel", "DraftRequest", "Drafter", "NgramSimple", "PromptLookup", "make_drafters",
+]  # fmt: skip

@@ -1,0 +1,194 @@
+"""The drafter protocol: the one seam that everything that proposes tokens hangs on.
+
+A drafter sees rows by number (the slot of a row in the batch), proposes for all rows that still need a draft in one
+call, and is told what was accepted. It never sees the target model. What it returns is data, a `Draft`.
+
+Losslessness asks one thing of a drafter whose draft carries q (the law its tokens were drawn from): whether position
+i is proposed may depend on the tokens before it and on q_i, never on the sampled token x_i or anything later. A draft
+with `q=None` makes no claim, and is lossless whatever it proposes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec.sampling import Sampling
+
+if TYPE_CHECKING:
+    from transformers import LogitsProcessorList, PreTrainedTokenizerBase
+
+    from specdec.runner import HostReader, Runner
+
+Tokens = Sequence[int] | np.ndarray
+
+
+@dataclass(frozen=True)
+class RowNoise:
+    """Keys of a row's random numbers. `key` is the row's, for noise shared with the target; `round_key` changes every
+    round, so that a redrafted position gets fresh noise under leviathan."""
+
+    key: int
+    round_key: int
+
+
+@dataclass(frozen=True)
+class RowSampling:
+    """How the target will be sampled in this row, so that a drafter's q is comparable with p.
+
+    proposal: "argmax" or "sample" (what the acceptance rule wants of model drafters); processors: the row's
+    text-reading processors or None.
+    """
+
+    sampling: Sampling
+    proposal: str
+    processors: LogitsProcessorList | None = None
+
+
+@dataclass(frozen=True)
+class DraftRequest:
+    """One row that needs a draft.
+
+    row: slot number; tokens: the row's ids without the newest; last: the newest id; n_max: most tokens to propose
+    (<= 0: no limit); position: sequence index of `last` (= len(tokens)); sampling and noise: for drafters that sample.
+    """
+
+    row: int
+    tokens: Tokens
+    last: int
+    n_max: int = 0
+    position: int = -1
+    sampling: RowSampling | None = None
+    noise: RowNoise | None = None
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Proposed tokens.
+
+    tokens: ids, a list or an int64 tensor [k] that may live on a device; parents: None for a chain; q: float32
+    [k, V] (V = the target's vocabulary), the law each token was really drawn from, or None for no claim; length:
+    a 0-d int64 tensor where only the device knows how many of `tokens` are proposed; drafter: the strategy's name.
+    """
+
+    tokens: Sequence[int] | Tensor = ()
+    parents: Sequence[int] | None = None
+    q: Tensor | None = None
+    drafter: str = ""
+    length: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def truncated(self, n_max: int) -> Draft:
+        """The first `n_max` tokens."""
+        if len(self) <= n_max:
+            return self
+        length = None if self.length is None else self.length.clamp(max=n_max)
+        q = None if self.q is None else self.q[:n_max]
+        return Draft(self.tokens[:n_max], None, q, self.drafter, length)
+
+    def rest(self, start: int, actual: int) -> Draft:
+        """What is left after `start` of `actual` proposed tokens have been accepted."""
+        q = None if self.q is None else self.q[start:actual]
+        return Draft(self.tokens[start:actual], None, q, self.drafter)
+
+
+@dataclass
+class DraftContext:
+    """What a call offers its drafters: batch = number of slots, capacity = most tokens a row can reach, previous =
+    the drafters of the call before by their labels, under `keep_state` (else empty)."""
+
+    batch: int
+    capacity: int
+    vocab_size: int
+    draft_runner: Runner | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
+    draft_tokenizer: PreTrainedTokenizerBase | None = None
+    reader: HostReader | None = None
+    previous: Mapping[str, Any] = field(default_factory=dict)
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """What the chain calls. Optional: `fresh(context)` returns the object to use for one call (so that calls never
+    share state), `close()` ends that call, `observe(outputs)` receives every target pass."""
+
+    name: str
+
+    def begin(self, row: int, prompt: Tokens) -> None:
+        """A row starts or continues from `prompt` (without its newest token)."""
+
+    def draft(self, requests: Sequence[DraftRequest]) -> Sequence[Draft]:
+        """One draft per request, in order; an empty one where there is nothing to propose."""
+
+    def accept(self, row: int, n_accepted: int, is_other: bool) -> None:
+        """The row's round ended: `n_accepted` tokens of the draft stood; `is_other`: another strategy made it."""
+
+
+@dataclass
+class BaseDrafter:
+    """Defaults for drafters of this package: parameters are dataclass fields, state is made by `fresh`."""
+
+    name: str = field(init=False, default="")
+
+    def fresh(self, context: DraftContext) -> Any:
+        """A drafter with these parameters and no state."""
+        return copy.copy(self)
+
+    def begin(self, row: int, prompt: Tokens) -> None:
+        return None
+
+    def accept(self, row: int, n_accepted: int, is_other: bool) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
+
+    def parameters(self) -> dict[str, Any]:
+        """The configured parameters, for provenance."""
+        return {k: v for k, v in vars(self).items() if not k.startswith("_") and k != "name"}
+
+
+def as_array(tokens: Tokens) -> np.ndarray:
+    """Token ids as int64 [n], without a copy where they already are."""
+    return np.asarray(tokens, dtype=np.int64)
+
+
+def suffix_matches(text: np.ndarray, pattern: np.ndarray) -> tuple[np.ndarray, int]:
+    """Where the longest possible suffix of `pattern` occurs in `text`.
+
+    Returns (ends, n): ascending exclusive end indices of the occurrences, and the length n of the matched suffix
+    (0 and no ends when not even the last token occurs). Costs a scan for the last token, then only its hits.
+    """
+    ends = np.flatnonzero(text == pattern[-1]) if len(pattern) else np.empty(0, dtype=np.int64)
+    n = 0 if len(ends) == 0 else 1
+    while 0 < n < len(pattern):
+        candidates = ends[ends >= n]
+        longer = candidates[text[candidates - n] == pattern[-1 - n]]
+        if len(longer) == 0:
+            break
+        ends, n = longer, n + 1
+    return ends + 1, n
+
+
+def empty_like(requests: Sequence[DraftRequest]) -> list[Draft]:
+    return [Draft() for _ in requests]
+
+
+def pad_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:
+    """Draft logits [..., V_draft] over the target's vocabulary [..., vocab_size].
+
+    Ids that the target lacks are removed *before* anything is sampled, ids that the draft lacks get probability 0:
+    cutting a draft at a sampled token instead would change the output's law.
+    """
+    width = logits.shape[-1]
+    if width >= vocab_size:
+        return logits[..., :vocab_size]
+    return torch.nn.functional.pad(logits, (0, vocab_size - width), value=float("-inf"))

@@ -1,0 +1,167 @@
+"""The prioritised chain of strategies, with llama.cpp's semantics and counters.
+
+For every row that needs a draft the strategies are asked in order of priority; the first non-empty draft wins, and an
+empty one falls through to the next. Rows are served independently: one batch can carry drafts of several strategies.
+After the verify pass the winner is told how many tokens stood, and all others that another's draft was judged.
+
+As upstream: `n_call_draft` counts calls and not rows; a draft is truncated to the request's n_max after the strategy
+made it; the winner of a row is remembered until another strategy wins there, so that a round without a draft still
+reaches the last winner's `accept`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from specdec.drafters.base import Draft, DraftContext, Drafter, DraftRequest, Tokens
+from specdec.runner import HostReader
+
+UPSTREAM_ORDER = (
+    "ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache", "draft-model", "eagle3",
+    "mtp", "dflash",
+)  # fmt: skip
+
+
+@dataclass
+class Counters:
+    """Upstream's counters of one strategy; times in seconds."""
+
+    n_call_begin: int = 0
+    n_call_draft: int = 0
+    n_call_accept: int = 0
+    n_gen_drafts: int = 0
+    n_acc_drafts: int = 0
+    n_gen_tokens: int = 0
+    n_acc_tokens: int = 0
+    n_acc_tokens_per_pos: list[int] = field(default_factory=list)
+    t_begin: float = 0.0
+    t_draft: float = 0.0
+    t_accept: float = 0.0
+
+    def count_accepted(self, n: int) -> None:
+        self.n_acc_tokens_per_pos += [0] * (n - len(self.n_acc_tokens_per_pos))
+        for i in range(n):
+            self.n_acc_tokens_per_pos[i] += 1
+        if n > 0:
+            self.n_acc_drafts += 1
+            self.n_acc_tokens += n
+
+    def count_drafted(self, n: int) -> None:
+        if n > 0:
+            self.n_gen_drafts += 1
+            self.n_gen_tokens += n
+
+
+class Chain:
+    """The drafters of one call, in priority order."""
+
+    def __init__(self, drafters: Sequence[Any], reader: HostReader | None = None):
+        self.drafters: list[Drafter] = list(drafters)
+        self.labels = _labels(self.drafters)
+        self.counters = {label: Counters() for label in self.labels}
+        self.reader = reader or HostReader()
+        self.winner: dict[int, int] = {}
+        self.unsettled: set[int] = set()
+
+    def begin(self, row: int, prompt: Tokens) -> None:
+        """Tell every strategy that `row` starts from `prompt` (without its newest token)."""
+        for drafter, label in zip(self.drafters, self.labels, strict=True):
+            started = time.perf_counter()
+            drafter.begin(row, prompt)
+            self.counters[label].n_call_begin += 1
+            self.counters[label].t_begin += time.perf_counter() - started
+
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """One draft per request, in order; empty where no strategy had one."""
+        drafts = [Draft() for _ in requests]
+        waiting = list(range(len(requests)))
+        for index, (drafter, label) in enumerate(zip(self.drafters, self.labels, strict=True)):
+            if not waiting:
+                break
+            counters = self.counters[label]
+            started = time.perf_counter()
+            proposed = drafter.draft([requests[i] for i in waiting])
+            counters.n_call_draft += 1
+            if index + 1 < len(self.drafters):
+                proposed = self._resolve(proposed)
+            for i, draft in zip(waiting, proposed, strict=True):
+                if len(draft) > 0:
+                    drafts[i] = self._won(requests[i], draft, index)
+            waiting = [i for i in waiting if len(drafts[i]) == 0]
+            counters.t_draft += time.perf_counter() - started
+        return drafts
+
+    def _won(self, request: DraftRequest, draft: Draft, index: int) -> Draft:
+        if request.n_max > 0:
+            draft = draft.truncated(request.n_max)
+        self.winner[request.row] = index
+        self.unsettled.discard(request.row)
+        if draft.length is None:
+            self.counters[self.labels[index]].count_drafted(len(draft))
+        else:
+            self.unsettled.add(request.row)
+        return Draft(draft.tokens, draft.parents, draft.q, self.labels[index], draft.length)
+
+    def _resolve(self, drafts: Sequence[Draft]) -> Sequence[Draft]:
+        """Fetch lengths that only the device knows, so that an empty draft can fall through to the next strategy.
+
+        This is the one case that costs a second host read a round; a strategy at the end of the chain never pays it.
+        """
+        lengths = [d.length for d in drafts if d.length is not None]
+        if not lengths:
+            return drafts
+        known = iter(self.reader.read(*lengths))
+        return [d if d.length is None else d.rest(0, next(known)) for d in drafts]
+
+    def settle(self, row: int, drafted: int) -> None:
+        """The host has learnt the length of a draft that only the device knew."""
+        if row in self.unsettled:
+            self.unsettled.discard(row)
+            self.counters[self.labels[self.winner[row]]].count_drafted(drafted)
+
+    def accept(self, row: int, n_accepted: int) -> None:
+        """A round of `row` ended with `n_accepted` drafted tokens standing."""
+        if row not in self.winner:
+            return
+        mine = self.winner[row]
+        started = time.perf_counter()
+        counters = self.counters[self.labels[mine]]
+        counters.count_accepted(n_accepted)
+        self.drafters[mine].accept(row, n_accepted, False)
+        counters.n_call_accept += 1
+        counters.t_accept += time.perf_counter() - started
+        for index, drafter in enumerate(self.drafters):
+            if index != mine:
+                drafter.accept(row, n_accepted, True)
+
+    def close(self) -> None:
+        for drafter in self.drafters:
+            if hasattr(drafter, "close"):
+                drafter.close()
+
+
+def _labels(drafters: Sequence[Drafter]) -> list[str]:
+    """Names, made unique: a second strategy of one name becomes `name#2`."""
+    labels: list[str] = []
+    for drafter in drafters:
+        seen = sum(label.split("#")[0] == drafter.name for label in labels)
+        labels.append(drafter.name if seen == 0 else f"{drafter.name}#{seen + 1}")
+    return labels
+
+
+def upstream_order(drafters: Sequence[Any]) -> list[Any]:
+    """Sorted as llama.cpp would build its chain; strategies it does not know keep their order, at the end."""
+
+    def rank(drafter: Any) -> int:
+        return UPSTREAM_ORDER.index(drafter.name) if drafter.name in UPSTREAM_ORDER else len(UPSTREAM_ORDER)
+
+    return sorted(drafters, key=rank)
+
+
+def build_chain(drafters: Sequence[Any], context: DraftContext) -> Chain:
+    """Fresh drafters for one call."""
+    fresh = [d.fresh(context) if hasattr(d, "fresh") else d for d in drafters]
+    return Chain(fresh, context.reader)

@@ -1,0 +1,52 @@
+"""prompt-lookup: propose what followed the last occurrence of the newest n-gram.
+
+Source: prompt lookup decoding (Saxena 2023); transformers' `prompt_lookup_num_tokens`, vLLM's n-gram speculation.
+Parameters: `ngram_max` / `ngram_min` tokens to match, the longest match first; `n_max` tokens to propose; `match`:
+the "latest" or the "earliest" occurrence. Cost: one scan of the row's ids for the newest token, a round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from specdec.drafters.base import BaseDrafter, Draft, DraftRequest, as_array, suffix_matches
+from specdec.errors import SpecdecError
+
+
+@dataclass
+class PromptLookup(BaseDrafter):
+    """Longest n-gram first; stateless. Raises SpecdecError for parameters out of range."""
+
+    n_max: int = 4
+    ngram_max: int = 3
+    ngram_min: int = 1
+    match: str = "latest"
+    name: str = field(init=False, default="prompt-lookup")
+
+    def __post_init__(self) -> None:
+        if not (self.n_max >= 1 and self.ngram_max >= self.ngram_min >= 1):
+            raise SpecdecError(
+                f"prompt-lookup needs n_max >= 1 and ngram_max >= ngram_min >= 1, got n_max={self.n_max}, "
+                f"ngram_max={self.ngram_max}, ngram_min={self.ngram_min}"
+            )
+        if self.match not in ("latest", "earliest"):
+            raise SpecdecError(f"prompt-lookup: match must be 'latest' or 'earliest', got {self.match!r}")
+
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        return [Draft(self._propose(r), drafter=self.name) for r in requests]
+
+    def _propose(self, request: DraftRequest) -> list[int]:
+        tokens = as_array(request.tokens)
+        pattern = np.append(tokens[max(0, len(tokens) - self.ngram_max + 1) :], request.last)
+        ends, n = suffix_matches(tokens, pattern[-self.ngram_max :])
+        if n < self.ngram_min:
+            return []
+        end = int(ends[-1] if self.match == "latest" else ends[0])
+        limit = self.n_max if request.n_max <= 0 else min(self.n_max, request.n_max)
+        following = tokens[end : end + limit].tolist()
+        if len(following) < limit:  # the match reaches the newest token, which `tokens` does not hold
+            following.append(int(request.last))
+        return following

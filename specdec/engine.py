@@ -1,0 +1,323 @@
+"""The loop: draft, verify, accept, trim. One loop, for one row and for many.
+
+Data flow of a pass, for the B slots of the batch:
+
+    admit   free slots take the next prompts: prefill all but the last token, tell the drafters
+    draft   rows without an open draft ask the chain; every row now has a draft, perhaps an empty one
+    verify  the target sees [newest token, draft ...] of every row in one pass
+    accept  on the device: how many drafted tokens stand, and the token that follows
+    read    one host read
+    commit  rows take their tokens, stop where a stop falls; trimming = the row's size, nothing is copied
+
+A draft longer than a pass is verified in chunks: a chunk whose tokens all stand leaves the rest of the draft pending,
+and the row goes on in the next pass, beside rows that start new rounds.
+
+Invariants: the K/V of a row's ids without the newest are in its slots before every pass; nothing is emitted that the
+acceptance rule has not passed; generated = accepted + rounds; a row never sees its neighbours.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.acceptance import AcceptanceRule, Block, Verdict, judge
+from specdec.drafters.base import Draft, DraftRequest, RowNoise, RowSampling
+from specdec.drafters.chain import Chain
+from specdec.errors import SpecdecError
+from specdec.kv_cache import KeptRows, RaggedCache
+from specdec.result import Round
+from specdec.rows import Row
+from specdec.runner import HostReader, Runner, Shapes, to_device
+from specdec.sampling import History, Sampling, fold_int
+from specdec.stats import Stats, Times
+
+
+@dataclass
+class Facts:
+    """What the one host read of a pass brings back, as lists over the slots."""
+
+    accepted: list[int]
+    token: list[int]
+    failed: list[int]
+    totals: list[int]  # proposed tokens of the whole draft
+    draft: list[list[int]]
+    logprobs: list[list[float]] | None = None
+    p: list[list[float]] | None = None
+    q: list[list[float]] | None = None
+
+
+@dataclass
+class Engine:
+    """One call in flight. `rows` is the queue; `batch` slots serve it."""
+
+    runner: Runner
+    cache: RaggedCache
+    shapes: Shapes
+    chain: Chain
+    rule: AcceptanceRule
+    sampling: Sampling
+    rows: Sequence[Row]
+    batch: int
+    vocab_size: int
+    reader: HostReader
+    kept: KeptRows | None = None
+    record: bool = False  # yield Round objects, with p and q at drafted tokens
+    logprobs: bool = False
+    verify_passes: int = 0
+    times: Times = field(default_factory=Times)
+
+    def __post_init__(self) -> None:
+        self.queue = deque(row for row in self.rows if row.finish_reason is None)
+        self.slots: list[Row | None] = [None] * self.batch
+        self.clock = Clock(self.runner.device)
+
+    def run(self) -> Iterator[list[Round]]:
+        """Run to the end; one list of rounds a pass (empty unless `record`)."""
+        while self.admit():
+            started = self.clock.mark()
+            self.draft()
+            drafted = self.clock.mark()
+            block = self.verify()
+            verdict = judge(block, self.rule)
+            verified = self.clock.mark()
+            facts = self.read(block, verdict)
+            spans = {"draft": self.clock.span(started, drafted), "verify": self.clock.span(drafted, verified)}
+            self.times.draft += spans["draft"]
+            self.times.verify += spans["verify"]
+            yield self.commit(facts, spans)
+
+    # -- admit ---------------------------------------------------------------------------------------------------
+
+    def active(self) -> list[tuple[int, Row]]:
+        """Slots with a row that is not finished."""
+        return [(b, row) for b, row in enumerate(self.slots) if row is not None and row.finish_reason is None]
+
+    def admit(self) -> bool:
+        """Fill free slots from the queue; False when nothing is left to do."""
+        for b, row in enumerate(self.slots):
+            if self.queue and (row is None or row.finish_reason is not None):
+                self._start(b, self.queue.popleft())
+        return bool(self.active())
+
+    def _start(self, slot: int, row: Row) -> None:
+        started = time.perf_counter()
+        known = self.kept.restore(self.cache, slot, row.tokens) if self.kept else 0
+        self.cache.wipe(slot, known)
+        self.runner.prefill(self.cache, self.shapes, slot, row.tokens[known:].tolist(), known)
+        if self.sampling.row_processors is not None:
+            row.processors = self.sampling.row_processors(len(row.prompt), row.stops.max_new_tokens)
+            row.known = to_device(row.prompt, self.runner.device)
+        self.slots[slot] = row
+        self.times.prefill += time.perf_counter() - started
+        self.chain.begin(slot, row.tokens)
+
+    # -- draft ---------------------------------------------------------------------------------------------------
+
+    def draft(self) -> None:
+        """Give every row a draft: what is left of its last one, or a new one from the chain, perhaps empty."""
+        new = [(b, row) for b, row in self.active() if row.pending is None]
+        # A round emits one token more than it accepts, so a row with room for one token has no use for a draft.
+        requests = [self._request(b, row) for b, row in new if row.room > 1 and self.chain.drafters]
+        drafts = {r.row: d for r, d in zip(requests, self.chain.draft(requests), strict=True)} if requests else {}
+        for b, row in new:
+            row.open_round(drafts.get(b, Draft()))
+
+    def _request(self, slot: int, row: Row) -> DraftRequest:
+        return DraftRequest(
+            row=slot,
+            tokens=row.tokens,
+            last=row.last,
+            n_max=row.room - 1,
+            position=row.size - 1,
+            sampling=RowSampling(self.sampling, self.rule.proposal, row.processors),
+            noise=RowNoise(row.key, fold_int(row.key, row.rounds)),
+        )
+
+    # -- verify --------------------------------------------------------------------------------------------------
+
+    def verify(self) -> Block:
+        """One target pass over [newest, draft ...] of every row; the block that acceptance judges."""
+        limit, device = self.shapes.verify_width, self.runner.device
+        active = self.active()
+        drafts = {b: row.pending for b, row in active if row.pending is not None}
+        counts = [1 + min(len(drafts[b]), limit - 1) if b in drafts else 0 for b in range(self.batch)]
+        width = self.shapes.width(max(counts))
+        draft, totals = self._draft_matrix(drafts, width)
+        layout = [[0, 0, 0]] * self.batch
+        for b, row in active:
+            layout[b] = [row.last, row.key, row.size]
+        last, keys, positions = to_device(layout, device).unbind(dim=1)
+        fed = torch.cat([last[:, None], draft[:, : width - 1]], dim=1)
+        starts = [0] * self.batch
+        for b, row in active:
+            starts[b] = row.size - 1
+        out = self.runner.step(self.cache, self.shapes, fed, starts, counts)
+        self.verify_passes += 1
+        history = self._history(fed) if self.sampling.row_processors is not None else None
+        scores = self.sampling.scores(out.logits[..., : self.vocab_size], history)
+        q, has_q, all_claim = self._proposal_laws(drafts, scores)
+        return Block(
+            scores=scores, draft=draft, lengths=totals.clamp(max=limit), final=totals < limit, keys=keys,
+            positions=positions, sampling=self.sampling, q=q, has_q=has_q, all_claim=all_claim, totals=totals,
+        )  # fmt: skip
+
+    def _draft_matrix(self, drafts: dict[int, Draft], width: int) -> tuple[Tensor, Tensor]:
+        """Drafted ids [B, S], column s tested by the s-th law, and the drafts' whole lengths [B], on the device."""
+        device = self.runner.device
+        ids = [[0] * width for _ in range(self.batch)]
+        lengths = [0] * self.batch
+        for b, draft in drafts.items():
+            lengths[b] = len(draft)
+            if not isinstance(draft.tokens, Tensor):
+                listed = self._checked(draft)[:width]
+                ids[b][: len(listed)] = listed
+        matrix, totals = to_device(ids, device), to_device(lengths, device)
+        for b, draft in drafts.items():
+            if isinstance(draft.tokens, Tensor):
+                chunk = draft.tokens[:width].to(device, non_blocking=True)
+                matrix[b, : len(chunk)] = chunk
+            if draft.length is not None:
+                totals[b] = draft.length.to(device, non_blocking=True)
+        return matrix, totals
+
+    def _checked(self, draft: Draft) -> list[int]:
+        ids = [int(t) for t in draft.tokens]
+        if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
+            raise SpecdecError(f"strategy {draft.drafter!r} proposed an id outside the target's vocabulary: {ids}")
+        return ids
+
+    def _proposal_laws(self, drafts: dict[int, Draft], scores: Tensor) -> tuple[Tensor | None, Tensor | None, bool]:
+        """q [B, S, V] aligned with the scores, which rows claim one [B], and whether all drafted rows do."""
+        claims = {b: d.q for b, d in drafts.items() if d.q is not None and len(d) > 0}
+        if not claims:
+            return None, None, False
+        width = scores.shape[1]
+        q = torch.zeros_like(scores)
+        for b, law in claims.items():
+            q[b, : min(width, len(law))] = law[:width].to(scores.device, non_blocking=True)
+        has_q = to_device([b in claims for b in range(self.batch)], scores.device, torch.bool)
+        return q, has_q, len(claims) == sum(len(d) > 0 for d in drafts.values())
+
+    def _history(self, fed: Tensor) -> History:
+        known: list[Tensor | None] = [None] * self.batch
+        processors: list[Any] = [None] * self.batch
+        for b, row in self.active():
+            assert row.known is not None
+            known[b], processors[b] = row.known[:-1], row.processors
+        return History(known, fed, processors)
+
+    # -- read and commit -----------------------------------------------------------------------------------------
+
+    def read(self, block: Block, verdict: Verdict) -> Facts:
+        """The one host read of a pass."""
+        wanted: list[Tensor] = [verdict.accepted, verdict.token, verdict.failed, block.totals, block.draft]
+        if self.logprobs:
+            emitted = torch.where(block.columns < verdict.accepted[:, None], block.draft, verdict.token[:, None])
+            wanted.append(torch.log_softmax(block.scores, dim=-1).gather(-1, emitted[..., None])[..., 0])
+        if self.record:
+            index = block.draft[..., None]
+            wanted.append(block.p.gather(-1, index)[..., 0])
+            wanted.append((block.p if block.q is None else block.q).gather(-1, index)[..., 0])
+        values = self.reader.read(*wanted)
+        optional = iter(values[5:])
+        facts = Facts(*values[:5])
+        if self.logprobs:
+            facts.logprobs = next(optional)
+        if self.record:
+            facts.p, facts.q = next(optional), next(optional)
+        return facts
+
+    def commit(self, facts: Facts, spans: dict[str, float]) -> list[Round]:
+        """Rows take what was accepted; finished rounds are counted and the drafters told."""
+        rounds = []
+        for b, row in self.active():
+            draft, position = row.pending, row.size - 1
+            assert draft is not None
+            tested = min(facts.totals[b], self.shapes.verify_width)
+            accepted, failed = facts.accepted[b], bool(facts.failed[b])
+            goes_on = not failed and accepted == tested == self.shapes.verify_width
+            tokens = facts.draft[b][:accepted] + ([] if goes_on or failed else [facts.token[b]])
+            origins: list[str | None] = [row.strategy] * accepted + [None] * (len(tokens) - accepted)
+            self._count(b, row, facts.totals[b], accepted)
+            taken = row.take(tokens, facts.logprobs[b] if facts.logprobs else None, origins)
+            self._advance(row, tokens[:taken])
+            if failed and row.finish_reason is None:
+                row.fail("error", f"row {row.index}: the target's logits at position {row.size} are NaN or all -inf")
+            if goes_on and row.finish_reason is None:
+                row.pending = draft.rest(accepted, facts.totals[b])
+            else:
+                row.close_round(had_token=not goes_on and not failed)
+                self.chain.accept(b, row.accepted)
+            if self.record:
+                bonus = tokens[accepted] if len(tokens) > accepted else None
+                rounds.append(self._round(row, b, facts, draft, position, accepted, bonus, tokens[:taken], spans))
+        return rounds
+
+    def _count(self, slot: int, row: Row, total: int, accepted: int) -> None:
+        if row.drafted == 0 and total > 0:
+            row.drafted = total
+            self.chain.settle(slot, total)
+        row.accepted += accepted
+
+    def _advance(self, row: Row, tokens: list[int]) -> None:
+        if row.known is not None and tokens:
+            row.known = torch.cat([row.known, to_device(tokens, self.runner.device)])
+
+    def _round(
+        self, row: Row, slot: int, facts: Facts, draft: Draft, position: int, accepted: int, bonus: int | None,
+        tokens: list[int], spans: dict[str, float],
+    ) -> Round:  # fmt: skip
+        n = min(facts.totals[slot], self.shapes.verify_width)
+        assert facts.p is not None and facts.q is not None
+        tokenizer = row.stops.tokenizer
+        return Round(
+            row=row.index,
+            position=position,
+            strategy=draft.drafter or None if n else None,
+            draft=facts.draft[slot][:n],
+            p=facts.p[slot][:n],
+            q=facts.q[slot][:n] if draft.q is not None else None,
+            accepted=accepted,
+            bonus=bonus,
+            tokens=tokens,
+            text=tokenizer.decode(tokens) if tokenizer is not None else None,
+            times=spans,
+            finish_reason=row.finish_reason,
+        )
+
+    def stats(self, total_seconds: float, reads_before: int) -> Stats:
+        """The statistics of the call so far."""
+        self.times.total = total_seconds
+        return Stats(
+            rows=[row.records for row in self.rows],
+            emitted=[row.size - len(row.prompt) for row in self.rows],
+            counters=self.chain.counters,
+            verify_passes=self.verify_passes,
+            host_reads=self.reader.count - reads_before,
+            times=self.times,
+        )
+
+
+class Clock:
+    """Marks in time that do not make the host wait: CUDA events on a GPU, the host's clock elsewhere."""
+
+    def __init__(self, device: torch.device):
+        self.cuda = device.type == "cuda"
+
+    def mark(self) -> Any:
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def span(self, start: Any, end: Any) -> float:
+        """Seconds between two marks; on a GPU only after a host read that follows both."""
+        return float(start.elapsed_time(end)) / 1000 if self.cuda else float(end - start)

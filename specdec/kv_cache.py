@@ -1,0 +1,202 @@
+"""The ragged static KV cache: one buffer a layer, one length a row, and trimming that costs nothing.
+
+A layer owns keys and values `[B, H_kv, L + 1, D]`. Before each pass the owner says, with `RaggedCache.aim`, into
+which slot every token of the pass goes; slot index = position in the sequence, so a row is trimmed by moving its
+length back: the next write overwrites, and the mask hides the rest until then. Slot `L` is the *trash slot*: padding
+tokens are written there. It is never read, because reads stop at `kv_len <= L`.
+
+Invariants (tests/test_kv_cache.py):
+- the buffers start at zero, so that a masked slot can never hold a NaN that poisons a row through `0 * NaN`;
+- a pass over some rows leaves every other row's slots as they were;
+- the bytes allocated are those of `kv_cache_bytes`, which the pair report prints before anything is loaded.
+
+transformers' models see a normal `Cache`; they are not modified. Positions reach the model as `position_ids`, never
+through the cache, and `get_seq_length()` is 0 by design: a model that derives positions from it is refused by the
+self-test at load (loading.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+@dataclass
+class Aim:
+    """Where the tokens of the next pass go: `slots` [B, S] for the rows `rows` (a slice of the batch)."""
+
+    slots: Tensor
+    rows: slice
+    kv_len: int  # keys and values are returned up to this slot (exclusive)
+
+
+class RaggedLayer(CacheLayerMixin):
+    """One layer's buffers, allocated at the first update: only then are the widths known (MLA: K and V differ)."""
+
+    is_compileable = True
+
+    def __init__(self, batch: int, capacity: int):
+        super().__init__()
+        self.batch = batch
+        self.capacity = capacity
+        self.aim: Aim | None = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        def zeros(like: Tensor) -> Tensor:
+            shape = (self.batch, like.shape[1], self.capacity + 1, like.shape[3])
+            return torch.zeros(shape, dtype=like.dtype, device=like.device)
+
+        self.keys, self.values = zeros(key_states), zeros(value_states)
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write `[B', H_kv, S, D]` at the aimed slots; return the rows' buffers up to `kv_len` (views, no copy)."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        aim = self.aim
+        assert aim is not None and self.keys is not None and self.values is not None
+        slots = aim.slots.to(self.keys.device)
+        keys, values = self.keys[aim.rows], self.values[aim.rows]
+        _write(keys, key_states, slots)
+        _write(values, value_states, slots)
+        return keys[:, :, : aim.kv_len], values[:, :, : aim.kv_len]
+
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
+        return self.capacity + 1, 0
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return self.capacity
+
+    get_max_cache_shape = get_max_length  # the name before transformers 5.24
+
+
+def _write(buffer: Tensor, states: Tensor, slots: Tensor) -> None:
+    """buffer[b, :, slots[b, s]] = states[b, :, s]; buffer [B, H, L + 1, D], states [B, H, S, D], slots [B, S]."""
+    if slots.shape[0] == 1:  # one row: a plain indexed copy is the cheapest write there is
+        buffer[0].index_copy_(1, slots[0], states[0])
+        return
+    index = slots[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])
+    buffer.scatter_(2, index, states)
+
+
+class RaggedCache(Cache):
+    """`batch` rows of up to `capacity` tokens for a model with `n_layers` attention layers.
+
+    The row lengths are the owner's business (engine.py, drafters/draft_model.py): this class stores, it does not count.
+    """
+
+    def __init__(self, n_layers: int, batch: int, capacity: int):
+        super().__init__(layers=[RaggedLayer(batch, capacity) for _ in range(n_layers)])
+        self.batch = batch
+        self.capacity = capacity
+
+    def aim(self, slots: Tensor, rows: slice, kv_len: int) -> None:
+        """Set where the next pass writes (`slots` [B', S]) and how far it reads."""
+        shared = Aim(slots, rows, kv_len)
+        for layer in self.layers:
+            layer.aim = shared
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated so far: 0 before the first pass."""
+        return sum(t.nbytes for layer in self.layers if layer.is_initialized for t in (layer.keys, layer.values))
+
+    def compact(self, row: int, source: Sequence[int], start: int) -> None:
+        """Copy one row's slots `source` to `start, start + 1, ...`: how a tree draft keeps its accepted path."""
+        for layer in self.layers:
+            index = torch.tensor(source, device=layer.keys.device)
+            for buffer in (layer.keys, layer.values):
+                buffer[row, :, start : start + len(source)] = buffer[row].index_select(1, index)
+
+    def wipe(self, row: int, start: int) -> None:
+        """Zero a row from slot `start` on, before another text moves in: a NaN left there would poison it through
+        the mask."""
+        for layer in self.layers:
+            if layer.is_initialized:
+                layer.keys[row, :, start:] = 0
+                layer.values[row, :, start:] = 0
+
+    def copy_row_from(self, other: RaggedCache, source: int, target: int, length: int) -> None:
+        """Copy `length` slots of another cache's row `source` into this cache's row `target`."""
+        for mine, theirs in zip(self.layers, other.layers, strict=True):
+            if not mine.is_initialized:
+                mine.lazy_initialization(theirs.keys, theirs.values)
+            mine.keys[target, :, :length] = theirs.keys[source, :, :length]
+            mine.values[target, :, :length] = theirs.values[source, :, :length]
+
+
+@dataclass
+class KeptRows:
+    """Rows of an earlier call whose keys and values are still good: `texts[i]` is what row i of `cache` holds."""
+
+    cache: RaggedCache
+    texts: list[np.ndarray]
+
+    def restore(self, cache: RaggedCache, row: int, ids: np.ndarray) -> int:
+        """Copy the longest kept prefix of `ids` into `row` of `cache`; returns its length in tokens (0: none)."""
+        shared = [common_prefix(text, ids) for text in self.texts]
+        best = max(range(len(shared)), key=shared.__getitem__, default=0)
+        length = min(shared[best], cache.capacity) if shared else 0
+        if length > 0:
+            cache.copy_row_from(self.cache, best, row, length)
+        return length
+
+
+def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    """How many leading ids two rows share."""
+    n = min(len(a), len(b))
+    differs = np.flatnonzero(a[:n] != b[:n])
+    return int(differs[0]) if len(differs) else n
+
+
+class CachePool:
+    """Keeps one idle cache, so that a call after another does not allocate again.
+
+    A call *leases* a cache and gives it back when it ends. Two generators that are open at the same time therefore
+    never share one: the second finds the pool empty and allocates its own.
+    """
+
+    def __init__(self, n_layers: int):
+        self.n_layers = n_layers
+        self.idle: RaggedCache | None = None
+
+    def lease(self, batch: int, capacity: int) -> RaggedCache:
+        cache, self.idle = self.idle, None
+        if cache is not None and cache.batch == batch and cache.capacity == capacity:
+            return cache
+        return RaggedCache(self.n_layers, batch, capacity)
+
+    def give_back(self, cache: RaggedCache) -> None:
+        self.idle = cache
+
+
+def kv_widths(config: Any) -> tuple[int, int, int]:
+    """(n_layers, key numbers, value numbers) per token and layer, from a transformers text config.
+
+    Multi-head latent attention stores every head with its own key and value widths; other models store `H_kv` heads
+    of `head_dim`.
+    """
+    heads = config.num_attention_heads
+    if getattr(config, "kv_lora_rank", None):
+        return config.num_hidden_layers, heads * (config.qk_nope_head_dim + config.qk_rope_head_dim), (
+            heads * config.v_head_dim
+        )
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return config.num_hidden_layers, kv_heads * head_dim, kv_heads * head_dim
+
+
+def kv_cache_bytes(config: Any, dtype: torch.dtype, batch: int, capacity: int) -> int:
+    """Bytes of a `RaggedCache` for `batch` rows of `capacity` tokens, the trash slot included."""
+    layers, keys, values = kv_widths(config)
+    return layers * batch * (capacity + 1) * (keys + values) * dtype.itemsize

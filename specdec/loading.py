@@ -1,0 +1,297 @@
+"""Loading a pair: sources, checks before anything is allocated, and the self-test of a loaded model.
+
+Order of work: configs and tokenizers are read first and the pair report is made from them; what cannot work is
+refused there, by name, before a weight is loaded. Two models of different hidden size are a normal pair.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from specdec.attention import AttentionSwitch, check_attention
+from specdec.demo_models import draft_path, target_path
+from specdec.errors import SpecdecError
+from specdec.report import ModelFacts, PairReport, compare_vocabularies
+from specdec.runner import Runner, Shapes, context_length, to_device
+
+EMBEDDED = {"demo-target": target_path, "demo-draft": draft_path}
+_RECURRENT_LAYERS = ("linear_attention", "mamba", "mamba2", "conv", "recurrent", "ssm")
+_RECURRENT_TYPES = ("mamba", "mamba2", "rwkv", "recurrent_gemma", "jamba", "falcon_mamba", "falcon_h1", "xlstm")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model lies: `path` is a hub id or folder; `gguf` the file name inside it, if it is one."""
+
+    path: str
+    gguf: str | None = None
+
+    @staticmethod
+    def parse(text: str | Path) -> Source:
+        """A hub id, a folder, a GGUF file, or the embedded `demo-target` / `demo-draft`. Raises SpecdecError for a
+        local path that does not exist."""
+        name = str(text)
+        if name in EMBEDDED:
+            return Source(str(EMBEDDED[name]()))
+        path = Path(name).expanduser()
+        if name.endswith(".gguf"):
+            if not path.is_file():
+                raise SpecdecError(f"GGUF file not found: {name}")
+            return Source(str(path.parent), path.name)
+        if path.is_dir():
+            return Source(str(path))
+        if path.is_absolute() or name.startswith((".", "~")) or path.is_file():
+            raise SpecdecError(f"model folder not found: {name}" if not path.is_file() else f"not a GGUF file: {name}")
+        return Source(name)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return {"gguf_file": self.gguf} if self.gguf else {}
+
+    def __str__(self) -> str:
+        return f"{self.path}/{self.gguf}" if self.gguf else self.path
+
+
+@dataclass
+class LoadedPair:
+    """Models, tokenizers and the report of a pair."""
+
+    target: Any
+    draft: Any
+    tokenizer: Any
+    draft_tokenizer: Any
+    report: PairReport
+
+    @staticmethod
+    def load(
+        target: str | Path,
+        draft: str | Path | None = None,
+        device: str | torch.device | None = None,
+        dtype: Any = None,
+        draft_device: str | torch.device | None = None,
+        draft_dtype: Any = None,
+        device_map: Any = None,
+        attn_implementation: str | None = None,
+        trust_remote_code: bool = False,
+        revision: str | None = None,
+        draft_revision: str | None = None,
+        quantization_config: Any = None,
+        draft_quantization_config: Any = None,
+        translate: bool = False,
+        **unknown: Any,
+    ) -> LoadedPair:
+        """Load a target and perhaps a draft; see the class docstring of SpeculativeDecoder for the names.
+
+        device: None = CUDA if there is one, else CPU; dtype: None = the checkpoint's on a GPU, float32 on a CPU (the
+        draft is loaded in half precision on a GPU). Raises SpecdecError before loading weights for everything that
+        the report refuses.
+        """
+        if unknown:
+            raise SpecdecError(f"unknown loading option {sorted(unknown)[0]!r}")
+        check_attention(attn_implementation)
+        home = pick_device(device)
+        trust = trust_remote_code
+        plans = [_Plan.make("target", target, home, dtype, revision, trust, quantization_config, device_map)]
+        if draft is not None:
+            where = home if draft_device is None else pick_device(draft_device)
+            plans.append(
+                _Plan.make("draft", draft, where, draft_dtype, draft_revision, trust, draft_quantization_config, None)
+            )
+        report = PairReport.make([plan.facts for plan in plans])
+        tokenizers = [plan.tokenizer() for plan in plans]
+        if draft is not None:
+            report.check(compare_vocabularies(tokenizers[0], tokenizers[1]), translate)
+        models = [plan.model() for plan in plans]
+        return LoadedPair(
+            models[0], models[1] if draft is not None else None,
+            tokenizers[0], tokenizers[1] if draft is not None else None, report,
+        )  # fmt: skip
+
+
+def load_pair(target: str | Path, draft: str | Path | None = None, **options: Any) -> LoadedPair:
+    """`LoadedPair.load` as a function."""
+    return LoadedPair.load(target, draft, **options)
+
+
+@dataclass
+class _Plan:
+    """One model that is about to be loaded, described from its config alone."""
+
+    source: Source
+    common: dict[str, Any]
+    config: Any
+    device: torch.device
+    dtype: Any
+    extra: dict[str, Any]
+    facts: ModelFacts
+
+    @staticmethod
+    def make(
+        role: str, name: str | Path, device: torch.device, dtype: Any, revision: str | None, trust: bool,
+        quantization: Any, device_map: Any,
+    ) -> _Plan:  # fmt: skip
+        source = Source.parse(name)
+        common = {"trust_remote_code": trust, **({"revision": revision} if revision else {}), **source.arguments}
+        config = _guarded(f"{role} {name}", AutoConfig.from_pretrained, source.path, **common)
+        check_model_kind(config, role)
+        chosen = _choose_dtype(dtype, config, device, role)
+        extra: dict[str, Any] = {"device_map": device_map} if device_map is not None else {}
+        if source.gguf and quantization is None:
+            quantization = _dequantize(str(name))
+        if quantization is not None:
+            extra["quantization_config"] = quantization
+        facts = ModelFacts.from_config(role, str(source), config, chosen, str(device))
+        return _Plan(source, common, config, device, chosen, extra, facts)
+
+    def tokenizer(self) -> Any:
+        return _guarded(f"tokenizer of {self.source}", AutoTokenizer.from_pretrained, self.source.path, **self.common)
+
+    def model(self) -> Any:
+        dtype = self.dtype or "auto"
+        model = _guarded(
+            str(self.source), AutoModelForCausalLM.from_pretrained, self.source.path, dtype=dtype, **self.common,
+            **self.extra,
+        )  # fmt: skip
+        if "device_map" not in self.extra and getattr(model, "hf_device_map", None) is None:
+            model = model.to(self.device)
+        return model.eval()
+
+
+def _guarded(what: str, load: Any, *arguments: Any, **options: Any) -> Any:
+    """Run one of transformers' loaders; its failures become one line that names the thing."""
+    try:
+        return load(*arguments, **options)
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        raise SpecdecError(f"cannot load {what}: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+
+
+def _dequantize(name: str) -> Any:
+    try:
+        import gguf  # noqa: F401
+    except ImportError:
+        raise SpecdecError(f"reading {name} needs the package gguf: install specdec[gguf]") from None
+    from transformers import GgufConfig
+
+    return GgufConfig(dequantize=True)
+
+
+def pick_device(device: str | torch.device | None) -> torch.device:
+    """None = CUDA if there is one, else CPU. Raises SpecdecError for a device that is absent or untested."""
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+    except RuntimeError:
+        raise SpecdecError(f"unknown device {device!r}") from None
+    if chosen.type not in ("cpu", "cuda"):
+        raise SpecdecError(f"device {device!r} is not supported: cpu and cuda are (mps is untested)")
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise SpecdecError(f"device {device!r} was asked for, but this machine has no CUDA device")
+    return chosen
+
+
+def _choose_dtype(dtype: Any, config: Any, device: torch.device, role: str) -> torch.dtype | None:
+    """None = the checkpoint's."""
+    if isinstance(dtype, str) and dtype != "auto":
+        dtype = getattr(torch, dtype, None) or _bad_dtype(dtype)
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if device.type == "cpu" and dtype is None:
+        return torch.float32
+    stored = getattr(config, "dtype", None)
+    if role == "draft" and dtype is None and stored in (None, torch.float32):
+        return torch.bfloat16
+    return stored if isinstance(stored, torch.dtype) else None
+
+
+def _bad_dtype(name: str) -> Any:
+    raise SpecdecError(f"unknown dtype {name!r}: float32, bfloat16 and float16 are known")
+
+
+def check_model_kind(config: Any, role: str) -> None:
+    """Refuse by name what the engine cannot run. Raises SpecdecError."""
+    kind = getattr(config, "model_type", type(config).__name__)
+    if getattr(config, "is_encoder_decoder", False):
+        raise SpecdecError(f"{role} ({kind}) is an encoder-decoder model: only decoder-only models are supported")
+    if any(hasattr(config, name) for name in ("vision_config", "audio_config")):
+        raise SpecdecError(f"{role} ({kind}) takes images or audio: only text models are supported")
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not getattr(config, "auto_map", None):
+        raise SpecdecError(f"{role} ({kind}) is not a causal language model that transformers knows")
+    layers = set(getattr(config, "layer_types", None) or ())
+    if layers & set(_RECURRENT_LAYERS) or any(kind.startswith(t) for t in _RECURRENT_TYPES):
+        raise SpecdecError(f"{role} ({kind}) has recurrent layers, whose state cannot be trimmed: not supported yet")
+    if "chunked_attention" in layers:
+        raise SpecdecError(f"{role} ({kind}) uses chunked attention: not supported")
+    rope = getattr(config, "rope_parameters", None) or {}
+    if "dynamic" in str(rope.get("rope_type", "")):
+        raise SpecdecError(f"{role} ({kind}) has dynamic RoPE: a row's positions would depend on its neighbours")
+
+
+def check_modules(target: Any, draft: Any, tokenizer: Any, draft_tokenizer: Any, translate: bool) -> PairReport:
+    """The pair report of models in hand. Raises SpecdecError for pairs and models that cannot work."""
+    facts = []
+    for role, model in (("target", target), ("draft", draft)):
+        if model is None:
+            continue
+        if not hasattr(model, "get_output_embeddings") or model.get_output_embeddings() is None:
+            raise SpecdecError(f"{role} ({type(model).__name__}) has no language-model head")
+        facts.append(ModelFacts.from_module(role, model))
+    report = PairReport.make(facts)
+    if draft is not None:
+        both = tokenizer is not None and draft_tokenizer is not None
+        report.check(compare_vocabularies(tokenizer, draft_tokenizer) if both else None, translate)
+    return report
+
+
+@torch.no_grad()
+def self_test(runner: Runner, role: str) -> None:
+    """Compare ragged passes with plain forwards on random ids, with wrong drafts trimmed in between.
+
+    Refuses models whose attention or positions do not go through the cache's interface (some ask the cache for its
+    length inside attention). Raises SpecdecError.
+    """
+    window = runner.masks.window
+    longest = min(window + 6 if window is not None and window <= 64 else 12, runner.context)
+    lengths = [longest, max(2, longest - 4)]
+    generator = torch.Generator().manual_seed(0)
+    ids = [torch.randint(0, runner.vocab_size, (n,), generator=generator).tolist() for n in lengths]
+    wrong = torch.randint(0, runner.vocab_size, (2, 3), generator=generator).tolist()
+    cache = runner.pool.lease(2, longest)
+    shapes = Shapes.choose(runner.device, False, longest)
+    # Eager is the reference: it is the only stock path that honours everything a model asks for (soft caps, sinks).
+    plain = AttentionSwitch(runner.model, "eager")
+    try:
+        starts = [n - 2 for n in lengths]
+        for row, tokens in enumerate(ids):
+            runner.prefill(cache, shapes, row, tokens[: starts[row]], 0)
+        width = shapes.width(2)
+        padding = [0] * (width - 2)
+        runner.step(cache, shapes, to_device([w[:2] + padding for w in wrong], runner.device), starts, [2, 2])
+        right = to_device([t[-2:] + padding for t in ids], runner.device)
+        ragged = runner.step(cache, shapes, right, starts, [2, 2]).logits[:, :2].float()
+        with plain.on():
+            expected = torch.stack(
+                [runner.model(input_ids=to_device([t], runner.device), use_cache=False).logits[0, -2:] for t in ids]
+            ).float()
+    except (TypeError, IndexError, NotImplementedError, AssertionError, AttributeError, RuntimeError) as error:
+        kind = runner.config.model_type
+        raise SpecdecError(f"{role} ({kind}) cannot run on the ragged cache: {_first_line(error)}") from error
+    off = float((ragged.to(expected.device) - expected).norm() / expected.norm().clamp(min=1e-6))
+    if not off < (1e-3 if runner.dtype == torch.float32 else 0.1):
+        raise SpecdecError(
+            f"{role} ({runner.config.model_type}) is not supported: its pass over the ragged cache differs from a "
+            f"plain forward (relative difference {off:.2g})"
+        )
+
+
+__all__ = ["LoadedPair", "Source", "check_model_kind", "check_modules", "context_length", "load_pair", "self_test"]

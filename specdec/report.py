@@ -1,0 +1,176 @@
+"""The pair report: what matters about a target and a draft, from their configs and tokenizers alone.
+
+Nothing is allocated to make it: parameters are counted on a model without storage, memory comes from shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from specdec.errors import SpecdecError
+from specdec.kv_cache import kv_cache_bytes
+from specdec.runner import context_length
+
+MAX_SIZE_DIFFERENCE = 128  # llama.cpp's limit on how far two vocabularies may differ in size
+FIRST_COMPARED_ID = 5  # llama.cpp compares token texts from this id on; the ids before are special
+SIZE_RATIO_WARNING = 1 / 3
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """One model of a pair. Sizes in bytes, context in tokens, vocab_size in rows of the embedding."""
+
+    role: str
+    name: str
+    model_type: str
+    parameters: int
+    weight_bytes: int
+    vocab_size: int
+    context: int
+    dtype: str
+    device: str
+    config: Any = field(repr=False, compare=False, default=None)
+
+    @staticmethod
+    def from_config(role: str, name: str, config: Any, dtype: torch.dtype | None, device: str) -> ModelFacts:
+        """Count parameters on a model that has no storage."""
+        text = config.get_text_config()
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        return ModelFacts._of(role, name, model, text, dtype or model.dtype, device)
+
+    @staticmethod
+    def from_module(role: str, model: Any) -> ModelFacts:
+        return ModelFacts._of(
+            role, type(model).__name__, model, model.config.get_text_config(), model.dtype, str(model.device)
+        )
+
+    @staticmethod
+    def _of(role: str, name: str, model: Any, text: Any, dtype: torch.dtype, device: str) -> ModelFacts:
+        parameters = sum(p.numel() for p in model.parameters())
+        stored = sum(p.numel() * p.element_size() for p in model.parameters())
+        on_meta = any(p.is_meta for p in model.parameters())
+        return ModelFacts(
+            role, name, text.model_type, parameters, parameters * dtype.itemsize if on_meta else stored,
+            text.vocab_size, context_length(text), str(dtype).removeprefix("torch."), device, text,
+        )  # fmt: skip
+
+    def kv_bytes(self, batch: int, tokens: int) -> int:
+        """Bytes of the K/V cache for `batch` rows of `tokens` tokens, or of the context where that is shorter."""
+        return kv_cache_bytes(self.config, getattr(torch, self.dtype), batch, min(tokens, self.context))
+
+
+@dataclass
+class PairReport:
+    """models: target, then draft; vocabulary: identical | compatible | translated | unchecked | None (no draft)."""
+
+    models: list[ModelFacts]
+    vocabulary: str | None = None
+    size_ratio: float | None = None
+    warnings: list[str] = field(default_factory=list)
+
+    @staticmethod
+    def make(models: Sequence[ModelFacts]) -> PairReport:
+        report = PairReport(list(models))
+        if len(models) == 2:
+            target, draft = models
+            report.size_ratio = draft.parameters / max(1, target.parameters)
+            if report.size_ratio > SIZE_RATIO_WARNING:
+                report.warnings.append(
+                    f"the draft has {report.size_ratio:.2f} of the target's parameters: above 1 : 3 it rarely pays"
+                )
+            if draft.context < target.context:
+                report.warnings.append(
+                    f"the draft's context of {draft.context} tokens is shorter than the target's {target.context}: "
+                    "drafting stops there"
+                )
+        return report
+
+    def check(self, difference: str | None, translate: bool) -> None:
+        """Take in the result of `compare_vocabularies` (None: no two tokenizers to compare). Raises SpecdecError for
+        vocabularies that differ, unless the draft is translated through text."""
+        if difference is None or difference in ("identical", "compatible"):
+            self.vocabulary = difference or "unchecked"
+            if difference is None and len({m.vocab_size for m in self.models}) > 1:
+                self.warnings.append("vocabulary sizes differ and there is no second tokenizer to compare with")
+            return
+        if not translate:
+            raise SpecdecError(
+                f"tokenizer mismatch between target and draft: {difference}; a draft-model strategy with "
+                "translate=True drafts through text instead"
+            )
+        self.vocabulary = "translated"
+
+    def memory(self, batch: int = 1, tokens: int | None = None, width: int = 16) -> dict[str, int]:
+        """Bytes needed before anything is allocated: weights, K/V caches for `batch` rows of `tokens` tokens (default:
+        the target's context), and one verify pass's logits of `width` columns (model dtype, float32, and p)."""
+        target = self.models[0]
+        tokens = target.context if tokens is None else min(tokens, target.context)
+        item = getattr(torch, target.dtype).itemsize
+        parts = {
+            "weights": sum(m.weight_bytes for m in self.models),
+            "kv_cache": sum(m.kv_bytes(batch, tokens) for m in self.models),
+            "logits": batch * width * target.vocab_size * (item + 8),
+        }
+        return {**parts, "total": sum(parts.values())}
+
+    def to_dict(self, batch: int = 1, tokens: int | None = None) -> dict[str, Any]:
+        """Plain data, with the memory of `batch` rows of `tokens` tokens."""
+        models = [{k: v for k, v in asdict_shallow(m).items() if k != "config"} for m in self.models]
+        return {
+            "models": models,
+            "vocabulary": self.vocabulary,
+            "size_ratio": self.size_ratio,
+            "warnings": list(self.warnings),
+            "memory": self.memory(batch, tokens),
+        }
+
+
+def asdict_shallow(item: Any) -> dict[str, Any]:
+    """A dataclass's fields without copying their values."""
+    return {name: getattr(item, name) for name in item.__dataclass_fields__}
+
+
+def compare_vocabularies(target: Any, draft: Any) -> str:
+    """"identical", "compatible", or what differs.
+
+    Compatible is llama.cpp's rule: the same kind of tokenizer, the same BOS and EOS handling, sizes within 128, and
+    the same text for every id from 5 on.
+    """
+    if target.get_vocab() == draft.get_vocab():
+        return "identical"
+    mine, theirs = _kind(target), _kind(draft)
+    if mine != theirs:
+        return f"tokenizer kinds {mine} and {theirs}"
+    for name in ("bos", "eos"):
+        a, b = _adds(target, name), _adds(draft, name)
+        if a != b:
+            return f"{name.upper()} handling {a} and {b}"
+    if abs(len(target) - len(draft)) > MAX_SIZE_DIFFERENCE:
+        return f"vocabulary sizes {len(target)} and {len(draft)} differ by more than {MAX_SIZE_DIFFERENCE}"
+    for i in range(FIRST_COMPARED_ID, min(len(target), len(draft))):
+        a, b = target.convert_ids_to_tokens(i), draft.convert_ids_to_tokens(i)
+        if a != b:
+            return f"token {i} is {a!r} and {b!r}"
+    return "compatible"
+
+
+def _kind(tokenizer: Any) -> str:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return type(backend.model).__name__ if backend is not None else type(tokenizer).__name__
+
+
+def _adds(tokenizer: Any, name: str) -> str:
+    """Whether a BOS / EOS is added to text, and which id."""
+    token = getattr(tokenizer, f"{name}_token_id")
+    ids = tokenizer("a")["input_ids"]
+    present = bool(ids) and token is not None and token in (ids[:1] if name == "bos" else ids[-1:])
+    return f"adds id {token}" if present else "adds none"
+
+
+__all__ = ["ModelFacts", "PairReport", "asdict", "compare_vocabularies"]

@@ -1,0 +1,214 @@
+"""From logits to the target's distribution, and the counter-based random numbers that draw from it.
+
+`Sampling` is one call's pipeline: transformers' own logits processors and warpers, in transformers' order. Warpers
+(temperature, top-k, top-p, min-p, ...) look at scores only and run on all verified positions at once. Processors that
+read the text (repetition penalty, no-repeat-ngram, a user's own, ...) run position by position, each on exactly the
+prefix that would have been accepted there; so a speculative run sees what a plain run sees.
+
+Random numbers are a hash of (seed, row, position, purpose, token id): no generator, no state, no order of calls.
+Draws are exponential races, argmin E / p: float32 uniforms would cut the tail of Gumbel noise on large vocabularies.
+Source: the exponential-race form of Gumbel-max (Maddison, Tarlow & Minka 2014); the hash is the finaliser of
+SplitMix64 (Steele, Lea & Flood 2014) in wrapping int64 arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList
+from transformers.generation.logits_process import TemperatureLogitsWarper
+from transformers.generation.utils import GenerationMixin
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX1, _MIX2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+class Purpose(IntEnum):
+    """What a random number is for; different purposes never share a number."""
+
+    SAMPLE = 1  # the target's own draw: plain sampling, match, bonus tokens
+    ACCEPT = 2  # the coin of leviathan acceptance
+    RESIDUAL = 3  # the draw from the residual after a rejection
+    DRAFT = 4  # the draft's draw under leviathan; its key carries the round
+
+
+def _signed(value: int) -> int:
+    value &= _MASK
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift of int64 (torch's is arithmetic)."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = (x ^ _shift(x, 30)) * _signed(_MIX1)
+    x = (x ^ _shift(x, 27)) * _signed(_MIX2)
+    return x ^ _shift(x, 31)
+
+
+def fold(key: Tensor, counter: Tensor | int) -> Tensor:
+    """A new key from a key and a counter; int64 tensors, broadcast."""
+    step = _signed((counter + 1) * _GOLDEN) if isinstance(counter, int) else (counter + 1) * _signed(_GOLDEN)
+    return _mix(key + step)
+
+
+def fold_int(key: int, counter: int) -> int:
+    """`fold` on the host, for Python ints; equal to the tensor version."""
+    x = (key + (counter + 1) * _GOLDEN) & _MASK
+    x = ((x ^ (x >> 30)) * _MIX1) & _MASK
+    x = ((x ^ (x >> 27)) * _MIX2) & _MASK
+    return _signed(x ^ (x >> 31))
+
+
+def row_key(seed: int, row: int) -> int:
+    """The key of one row: everything random in it is derived from this number."""
+    return fold_int(fold_int(0, seed & _MASK), row)
+
+
+def streams(keys: Tensor, positions: Tensor, purpose: Purpose) -> Tensor:
+    """One key per draw: keys [...], positions [...] (broadcast) -> int64 [...]."""
+    return fold(fold(keys, int(purpose)), positions)
+
+
+def uniform(stream: Tensor) -> Tensor:
+    """float32 in (0, 1), from the upper 32 bits: the relative resolution near 0 is float32's own."""
+    u = (_shift(stream, 32).to(torch.float32) + 0.5) * 2.0**-32
+    return u.clamp(max=1.0 - 2.0**-24)
+
+
+def exponential(stream: Tensor, size: int) -> Tensor:
+    """Independent unit exponentials [..., size], one per token id, for draws [...]."""
+    ids = torch.arange(size, device=stream.device)
+    return -torch.log1p(-uniform(fold(stream[..., None], ids)))
+
+
+def race(p: Tensor, stream: Tensor) -> Tensor:
+    """Draw from p: weights [..., V], not necessarily normalised; stream [...] -> token ids [...]."""
+    return (exponential(stream, p.shape[-1]) / p).argmin(dim=-1)
+
+
+@dataclass
+class History:
+    """What processors need to see: for each row the ids known before this pass, and the ids the pass feeds.
+
+    known: row -> int64 [n] on the device, ending before the first fed token, or None for an idle row;
+    fed [B, S]; processors: row -> transformers processors of that row.
+    """
+
+    known: Sequence[Tensor | None]
+    fed: Tensor
+    processors: Sequence[LogitsProcessorList | None]
+
+    def prefix(self, row: int, column: int) -> Tensor:
+        known = self.known[row]
+        assert known is not None
+        return torch.cat([known, self.fed[row, : column + 1].to(known.device)])
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """One call's pipeline from logits to scores, whose softmax is the law that is sampled.
+
+    temperature: 0 = greedy (then warpers do not apply, as in transformers). `row_processors(prompt_len, max_new)`
+    builds the text-reading processors of one row; it is None when the call has none.
+    """
+
+    temperature: float
+    warpers: tuple[Any, ...] = ()
+    row_processors: Callable[[int, int], LogitsProcessorList] | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def greedy(self) -> bool:
+        # Below float32's smallest normal number the division overflows; the law is one-hot long before.
+        return self.temperature < 1e-30
+
+    def scores(self, logits: Tensor, history: History | None = None) -> Tensor:
+        """logits [B, S, V] -> float32 scores [B, S, V]; `history` must be given iff the call has row processors."""
+        scores = logits.to(torch.float32)
+        if history is not None:
+            scores = self._process(scores, history)
+        if self.greedy:
+            return scores
+        # Shift before dividing: at T = 1e-4 the scores stay finite, and 0 / T is exactly 0 at the maximum.
+        scores = (scores - scores.amax(dim=-1, keepdim=True)) / self.temperature
+        flat = scores.reshape(-1, scores.shape[-1])
+        no_text = torch.empty((flat.shape[0], 0), dtype=torch.int64, device=flat.device)
+        for warper in self.warpers:
+            flat = warper(no_text, flat)
+        return flat.reshape(scores.shape)
+
+    def _process(self, scores: Tensor, history: History) -> Tensor:
+        rows = []
+        for b, processors in enumerate(history.processors):
+            if processors is None or history.known[b] is None:
+                rows.append(scores[b])
+                continue
+            columns = [
+                processors(history.prefix(b, s)[None], scores[b, s][None].clone())[0] for s in range(scores.shape[1])
+            ]
+            rows.append(torch.stack(columns))
+        return torch.stack(rows)
+
+    def choose(self, scores: Tensor, stream: Tensor) -> Tensor:
+        """The token that plain decoding emits: scores [..., V], stream [...] -> ids [...]."""
+        if self.greedy:
+            return scores.argmax(dim=-1)
+        return race(torch.softmax(scores, dim=-1), stream)
+
+
+# GenerationConfig fields that transformers turns into processors which read the text, and into warpers which do not.
+TEXT_FIELDS = (
+    "sequence_bias", "repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "min_length", "min_new_tokens",
+    "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty",
+    "suppress_tokens", "begin_suppress_tokens",
+)  # fmt: skip
+WARPER_FIELDS = ("top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
+_NEUTRAL: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": None, "typical_p": 1.0, "repetition_penalty": 1.0}
+
+
+def build_sampling(
+    model: Any,
+    fields: dict[str, Any],
+    temperature: float,
+    eos: Sequence[int],
+    user_processors: Sequence[Any],
+    prefix_allowed_tokens_fn: Any,
+    device: torch.device,
+) -> Sampling:
+    """A `Sampling` from GenerationConfig fields by their own names (values already checked, see config.py)."""
+    active = {name: value for name, value in fields.items() if value is not None}
+    if active.get("min_p") == 0.0:
+        del active["min_p"]
+
+    def processors(sample: bool, names: Sequence[str], prompt_len: int, max_new: int, **extra: Any) -> list[Any]:
+        chosen = {name: active.get(name, _NEUTRAL.get(name)) for name in (*_NEUTRAL, *names) if name in names}
+        neutral = {name: value for name, value in _NEUTRAL.items() if name not in chosen}
+        config = GenerationConfig(do_sample=sample, max_length=prompt_len + max_new, **neutral, **chosen)
+        config._eos_token_tensor = torch.tensor(list(eos), device=device) if eos else None
+        return GenerationMixin._get_logits_processor(
+            model, config, input_ids_seq_length=prompt_len, device=str(device), model_kwargs={}, **extra
+        )
+
+    warpers = tuple(
+        w for w in processors(True, WARPER_FIELDS, 1, 1) if not isinstance(w, TemperatureLogitsWarper)
+    )
+    if not (any(name in active for name in TEXT_FIELDS) or user_processors or prefix_allowed_tokens_fn):
+        return Sampling(temperature, warpers)
+
+    def row_processors(prompt_len: int, max_new: int) -> LogitsProcessorList:
+        extra = {
+            "logits_processor": LogitsProcessorList(user_processors),
+            "prefix_allowed_tokens_fn": prefix_allowed_tokens_fn,
+        }
+        return LogitsProcessorList(processors(False, TEXT_FIELDS, prompt_len, max_new, **extra))
+
+    return Sampling(temperature, warpers, row_processors)

@@ -1,0 +1,147 @@
+"""What a run counted, and every acceptance figure by its name.
+
+Everything is derived from one list of `RoundRecord`s, so that pooled totals, rows and strategies cannot disagree.
+Names are those that serving engines and benchmark clients use. A *round* is one draft / verify / accept cycle of one
+row; every generated token comes out of one, so generated = accepted + rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+from specdec.drafters.chain import Counters
+
+
+class RoundRecord(NamedTuple):
+    """One closed round of a row: the strategy that drafted (None: no draft), tokens drafted and accepted."""
+
+    strategy: str | None
+    drafted: int
+    accepted: int
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Acceptance figures of a set of rounds. Ratios of nothing are None, except acceptance_length, which is then 1."""
+
+    rounds: int
+    drafted_rounds: int
+    draft_tokens: int
+    accepted_tokens: int
+    generated_tokens: int
+    acceptance_length: float
+    tokens_per_round: float | None
+    draft_acceptance_rate: float | None
+    acceptance_rate_per_position: list[float]
+    conditional_acceptance_rate_per_position: list[float]
+    acceptance_histogram: list[int]
+
+    @staticmethod
+    def of(records: Iterable[RoundRecord]) -> Tally:
+        """Count rounds. acceptance_rate_per_position[i]: share of drafted rounds that accepted at least i + 1 drafts;
+        conditional_...[i]: the same among the rounds in which draft i was tested (all before it stood);
+        acceptance_histogram[n]: drafted rounds that accepted exactly n."""
+        records = list(records)
+        drafted = [r for r in records if r.drafted > 0]
+        longest = max((r.drafted for r in drafted), default=0)
+        accepted = sum(r.accepted for r in records)
+        proposed = sum(r.drafted for r in records)
+        reached = [sum(r.accepted > i for r in drafted) for i in range(longest)]
+        tested = [sum(r.accepted >= i and r.drafted > i for r in drafted) for i in range(longest)]
+        return Tally(
+            rounds=len(records),
+            drafted_rounds=len(drafted),
+            draft_tokens=proposed,
+            accepted_tokens=accepted,
+            generated_tokens=accepted + len(records),
+            acceptance_length=1 + accepted / len(drafted) if drafted else 1.0,
+            tokens_per_round=1 + accepted / len(records) if records else None,
+            draft_acceptance_rate=accepted / proposed if proposed else None,
+            acceptance_rate_per_position=[n / len(drafted) for n in reached],
+            conditional_acceptance_rate_per_position=[
+                n / t if t else 0.0 for n, t in zip(reached, tested, strict=True)
+            ],
+            acceptance_histogram=[sum(r.accepted == n for r in drafted) for n in range(longest + 1)] if drafted else [],
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass
+class Times:
+    """Seconds of one call: prompt prefill, drafting, verify passes with acceptance, and everything else."""
+
+    prefill: float = 0.0
+    draft: float = 0.0
+    verify: float = 0.0
+    total: float = 0.0
+
+    def to_dict(self) -> dict[str, float]:
+        other = max(0.0, self.total - self.prefill - self.draft - self.verify)
+        return {**asdict(self), "other": other}
+
+
+@dataclass
+class Stats:
+    """The statistics of one call; `rows[i]` and `emitted[i]` belong to `token_ids[i]`."""
+
+    rows: list[list[RoundRecord]] = field(default_factory=list)
+    emitted: list[int] = field(default_factory=list)
+    counters: dict[str, Counters] = field(default_factory=dict)
+    verify_passes: int = 0
+    host_reads: int = 0
+    times: Times = field(default_factory=Times)
+
+    @property
+    def total(self) -> Tally:
+        """All rounds pooled."""
+        return Tally.of(r for row in self.rows for r in row)
+
+    def by_strategy(self) -> dict[str, Tally]:
+        """The rounds that each strategy drafted."""
+        return {
+            name: Tally.of(r for row in self.rows for r in row if r.strategy == name and r.drafted > 0)
+            for name in self.counters
+        }
+
+    def __getattr__(self, name: str) -> Any:
+        """Pooled figures as attributes: `out.stats.tokens_per_round`."""
+        if name.startswith("_") or name not in Tally.__dataclass_fields__:
+            raise AttributeError(name)
+        return getattr(self.total, name)
+
+    @property
+    def emitted_tokens(self) -> int:
+        """Tokens in the result, after truncation by a stop."""
+        return sum(self.emitted)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Pooled totals at the top level, then `rows`, `strategies` (with upstream's counters), `mean_per_request`
+        and `time` in seconds."""
+        tallies = [Tally.of(row) for row in self.rows]
+        by_strategy = self.by_strategy()
+        return {
+            **self.total.to_dict(),
+            "emitted_tokens": self.emitted_tokens,
+            "verify_passes": self.verify_passes,
+            "host_reads": self.host_reads,
+            "rows": [
+                {**tally.to_dict(), "emitted_tokens": n} for tally, n in zip(tallies, self.emitted, strict=True)
+            ],
+            "strategies": {
+                name: {**by_strategy[name].to_dict(), **asdict(counters)} for name, counters in self.counters.items()
+            },
+            "mean_per_request": {name: _mean([getattr(t, name) for t in tallies]) for name in _MEANS},
+            "time": self.times.to_dict(),
+        }
+
+
+_MEANS = ("acceptance_length", "tokens_per_round", "draft_acceptance_rate", "generated_tokens", "rounds")
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [v for v in values if v is not None]
+    return sum(known) / len(known) if known else None
