@@ -74,7 +74,12 @@ def tiny_model(kind: str, seed: int = 0, vocab: int = 128, **overrides: Any) -> 
         settings["layer_types"] = [_WINDOWED[i % 2] for i in range(layers)]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config_class(**settings), dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(
+            config_class(**settings),
+            dtype=torch.float32,
+            # In transformers 5.17 Gemma 2 defaults to SDPA, which leaves out its cap on attention scores.
+            attn_implementation="eager" if kind == "gemma2" else None,
+        )
     special = {name: settings[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     model.generation_config = GenerationConfig(**special)
     return model.eval()
