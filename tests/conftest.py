@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from hypothesis import settings
 from specdec.errors import SpecdecError
 from specdec.research import smollm2
 
-torch.set_num_threads(2)
+# More threads than free cores make small operations slower by orders of magnitude; set 1 on a busy machine.
+torch.set_num_threads(int(os.environ.get("SPECDEC_THREADS", "2")))
 settings.register_profile("specdec", deadline=None, derandomize=True)
 settings.load_profile("specdec")
 
