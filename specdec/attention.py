@@ -4,8 +4,10 @@ transformers' stock SDPA path copies the whole static K/V buffer (`repeat_kv`) i
 4D mask and more than one query. `ragged_attention` folds the group of query heads that share a K/V head into the
 query axis instead: `q.reshape(B, H_kv, G * S, D)`. Same numbers, no copy.
 
-Masks are boolean, True = attend. A query at position t sees slots 0..t, or t - window + 1..t in sliding layers; a
-padding query sits at position 0 and sees slot 0, because a softmax over nothing is NaN.
+A query at position t sees slots 0..t, or t - window + 1..t in sliding layers; a padding query sits at position 0 and
+sees slot 0, because a softmax over nothing is NaN. Masks are built once a pass, in the form that the attention wants
+without further work in every layer: additive and already folded for `ragged_attention` (measured on two CPU cores:
+building the folded mask in each layer cost more than the attention itself), boolean for SDPA, additive for eager.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ def ragged_attention(
     query: Tensor,  # [B, H, S, D]
     key: Tensor,  # [B, H_kv, L, D]
     value: Tensor,  # [B, H_kv, L, D_v]
-    attention_mask: Tensor | None,  # [B, 1, S, L] bool
+    attention_mask: Tensor | None,  # [B, 1, G * S, L], or [B, 1, S, L]; additive or bool (True = attend)
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
@@ -48,7 +50,7 @@ def ragged_attention(
     groups = heads // key.shape[1]
     folded = query.reshape(batch, key.shape[1], groups * length, width)
     mask = attention_mask
-    if mask is not None and groups > 1:
+    if mask is not None and mask.shape[2] != folded.shape[2]:
         mask = mask.repeat(1, 1, groups, 1)
     if softcap is None and s_aux is None:
         out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
@@ -70,7 +72,8 @@ def _plain_attention(
     if softcap is not None:
         weights = torch.tanh(weights / softcap) * softcap
     if mask is not None:
-        weights = weights.masked_fill(~mask, torch.finfo(weights.dtype).min)
+        blocked = torch.finfo(weights.dtype).min
+        weights = weights.masked_fill(~mask, blocked) if mask.dtype == torch.bool else weights + mask
     if sinks is not None:
         batch, kv_heads, rows, _ = weights.shape
         column = sinks.reshape(1, kv_heads, -1, 1).expand(batch, -1, -1, rows * kv_heads // sinks.numel())
@@ -108,8 +111,11 @@ class MaskBuilder:
     """
 
     def __init__(self, config: Any, implementation: str, dtype: torch.dtype):
-        self.additive = implementation == "eager"  # eager adds the mask; a boolean one would be silently wrong
+        self.additive = implementation != "sdpa"  # a boolean mask given to eager would be silently wrong
         self.dtype = dtype
+        kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        latent = getattr(config, "kv_lora_rank", None)  # every head has its own key there: nothing to fold
+        self.groups = config.num_attention_heads // kv_heads if implementation == RAGGED and not latent else 1
         layer_types = set(getattr(config, "layer_types", None) or ())
         window = getattr(config, "sliding_window", None)
         if getattr(config, "use_sliding_window", True) is False:
@@ -119,7 +125,9 @@ class MaskBuilder:
         self.sliding_only = not layer_types and window is not None
 
     def __call__(self, positions: Tensor, kv_len: int) -> Mask:
-        """positions [B, S] of the queries (0 for padding) -> bool or additive mask `[B, 1, S, kv_len]`."""
+        """positions [B, S] of the queries (0 for padding) -> masks `[B, 1, G * S, kv_len]`, G = 1 unless folded."""
+        if self.groups > 1:
+            positions = positions.repeat(1, self.groups)
         slots = torch.arange(kv_len, device=positions.device)
         age = positions[:, None, :, None] - slots  # [B, 1, S, kv_len]
         full = age >= 0

@@ -1,0 +1,124 @@
+"""The ragged cache: what is written where, what stays untouched, and how much it weighs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from specdec.kv_cache import CachePool, KeptRows, RaggedCache, common_prefix, kv_cache_bytes, kv_widths
+
+HEADS, WIDTH, CAPACITY = 2, 4, 6
+
+
+def states(batch: int, length: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(batch, HEADS, length, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def write(cache: RaggedCache, slots: list[list[int]], rows: slice, kv_len: int, seed: int = 0) -> tuple:
+    k, v = states(len(slots), len(slots[0]), seed), states(len(slots), len(slots[0]), seed + 100)
+    cache.aim(torch.tensor(slots), rows, kv_len)
+    return k, v, *cache.update(k, v, 0)
+
+
+def test_every_token_lands_in_its_slot_and_padding_in_the_trash() -> None:
+    cache = RaggedCache(1, 2, CAPACITY)
+    k, v, keys, values = write(cache, [[0, 1, 2], [0, CAPACITY, CAPACITY]], slice(0, 2), CAPACITY)
+    assert torch.equal(keys[0, :, :3], k[0])
+    assert torch.equal(values[1, :, 0], v[1, :, 0])
+    assert not keys[1, :, 1:].any()  # padding is never read
+    assert keys.shape == (2, HEADS, CAPACITY, WIDTH)
+
+
+def test_a_pass_over_one_row_leaves_the_others_as_they_were() -> None:
+    cache = RaggedCache(1, 3, CAPACITY)
+    write(cache, [[0, 1]] * 3, slice(0, 3), CAPACITY)
+    before = cache.layers[0].keys.clone()
+    k, _, keys, _ = write(cache, [[2, 3]], slice(1, 2), 4, seed=5)
+    after = cache.layers[0].keys
+    assert torch.equal(after[[0, 2]], before[[0, 2]])
+    assert torch.equal(after[1, :, :2], before[1, :, :2])
+    assert torch.equal(keys[0, :, 2:], k[0])
+    assert keys.shape == (1, HEADS, 4, WIDTH)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_trimmed_row_is_overwritten_by_the_next_write(batch: int) -> None:
+    cache = RaggedCache(1, batch, CAPACITY)
+    write(cache, [[0, 1, 2, 3]] * batch, slice(0, batch), CAPACITY)
+    k, _, keys, _ = write(cache, [[1, 2]] * batch, slice(0, batch), 3, seed=9)  # trimmed to length 1
+    assert torch.equal(keys[:, :, 1:3], k)
+
+
+def test_views_follow_the_rows_and_the_length_of_each_pass() -> None:
+    cache = RaggedCache(1, 2, CAPACITY)
+    for rows, kv_len in ((slice(0, 2), 3), (slice(1, 2), 3), (slice(0, 1), 3), (slice(0, 2), 5), (slice(0, 2), 3)):
+        n = rows.stop - rows.start
+        k, v, keys, values = write(cache, [[2]] * n, rows, kv_len, seed=rows.start + kv_len)
+        assert keys.shape == values.shape == (n, HEADS, kv_len, WIDTH)
+        assert torch.equal(keys[:, :, 2], k[:, :, 0])
+        assert torch.equal(values[:, :, 2], v[:, :, 0])
+
+
+def test_the_buffers_start_at_zero_and_a_wiped_row_is_zero_again() -> None:
+    cache = RaggedCache(1, 2, CAPACITY)
+    k = torch.full((2, HEADS, 2, WIDTH), float("nan"))
+    cache.aim(torch.tensor([[0, 1], [0, 1]]), slice(0, 2), CAPACITY)
+    cache.update(k, k, 0)
+    assert not cache.layers[0].keys[:, :, 2:].any()
+    cache.wipe(0, 1)
+    assert cache.layers[0].values[0, :, 1:].isfinite().all()
+    assert cache.layers[0].values[1, :, :2].isnan().all()
+
+
+def test_compaction_moves_the_accepted_path_to_the_front() -> None:
+    cache = RaggedCache(1, 1, CAPACITY)
+    k, _, _, _ = write(cache, [[0, 1, 2, 3, 4]], slice(0, 1), CAPACITY)
+    cache.compact(0, [2, 4], 1)
+    assert torch.equal(cache.layers[0].keys[0, :, 1:3], k[0][:, [2, 4]])
+    assert torch.equal(cache.layers[0].keys[0, :, 0], k[0][:, 0])
+
+
+def test_the_allocated_bytes_are_the_predicted_ones() -> None:
+    config = LlamaConfig(hidden_size=16, num_attention_heads=4, num_key_value_heads=HEADS, num_hidden_layers=3)
+    assert kv_widths(config) == (3, HEADS * WIDTH, HEADS * WIDTH)
+    cache = RaggedCache(3, 2, CAPACITY)
+    assert cache.nbytes == 0
+    for layer in range(3):
+        cache.aim(torch.tensor([[0], [0]]), slice(0, 2), 1)
+        cache.update(states(2, 1), states(2, 1), layer)
+    assert cache.nbytes == kv_cache_bytes(config, torch.float32, 2, CAPACITY)
+
+
+def test_latent_attention_is_counted_with_its_own_widths() -> None:
+    config = LlamaConfig(hidden_size=16, num_attention_heads=4, num_hidden_layers=2)
+    config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim = 8, 6, 2, 5
+    assert kv_widths(config) == (2, 4 * 8, 4 * 5)
+
+
+def test_kept_rows_restore_the_longest_shared_prefix() -> None:
+    old = RaggedCache(1, 2, CAPACITY)
+    k, _, _, _ = write(old, [[0, 1, 2], [0, 1, 2]], slice(0, 2), CAPACITY)
+    kept = KeptRows(old, [np.array([5, 6, 7]), np.array([5, 6, 8])])
+    new = RaggedCache(1, 1, CAPACITY + 4)
+    assert kept.restore(new, 0, np.array([5, 6, 8, 9, 9])) == 3
+    assert torch.equal(new.layers[0].keys[0, :, :3], k[1])
+    assert kept.restore(new, 0, np.array([1, 2])) == 0
+    assert KeptRows(old, []).restore(new, 0, np.array([5])) == 0
+
+
+def test_common_prefix_counts_leading_ids() -> None:
+    assert common_prefix(np.array([1, 2, 3]), np.array([1, 2, 4, 5])) == 2
+    assert common_prefix(np.array([1, 2]), np.array([1, 2, 4])) == 2
+    assert common_prefix(np.array([], dtype=int), np.array([1])) == 0
+
+
+def test_two_open_leases_never_share_a_cache() -> None:
+    pool = CachePool(1)
+    first, second = pool.lease(1, CAPACITY), pool.lease(1, CAPACITY)
+    assert first is not second
+    pool.give_back(first)
+    assert pool.lease(1, CAPACITY) is first
+    pool.give_back(second)
+    assert pool.lease(2, CAPACITY) is not second  # another shape is another cache
