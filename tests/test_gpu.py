@@ -1,0 +1,111 @@
+"""What can only be seen on a CUDA device: no hidden host reads, devices that differ, fixed shapes in bfloat16."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import specdec
+from specdec.decoder import Call
+from tests.helpers.tiny import tiny_model
+
+pytestmark = pytest.mark.gpu
+
+PROMPTS = ["def read(self, path):\n    with open(path) as f:\n", "import os\nimport sys\n", "class Node:\n    def __init__("]
+
+
+@pytest.fixture(scope="module")
+def decoder() -> specdec.SpeculativeDecoder:
+    return specdec.SpeculativeDecoder.from_pretrained("demo-target", "demo-draft", device="cuda", dtype="bfloat16")
+
+
+@pytest.fixture
+def sync_is_an_error() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 0.8},
+        {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
+        {"temperature": 0.8, "acceptance": "match"},
+        {"strategies": ["draft-model:p_min=0.3"], "temperature": 0.8},
+        {"output_logprobs": True},
+        {"strategies": ["prompt-lookup", "draft-model"]},
+    ],
+)
+def test_a_round_waits_for_the_device_once(
+    decoder: specdec.SpeculativeDecoder, options: dict, sync_is_an_error: None
+) -> None:
+    out = decoder.generate(PROMPTS, max_new_tokens=24, ignore_eos=True, **options)
+    assert out.stats.host_reads == out.stats.verify_passes
+    assert [len(row) for row in out.token_ids] == [24] * 3
+
+
+@pytest.mark.parametrize("devices", [("cuda", "cpu"), ("cpu", "cuda")])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_target_and_draft_on_different_devices(devices: tuple[str, str], temperature: float) -> None:
+    mixed = specdec.SpeculativeDecoder.from_pretrained(
+        "demo-target", "demo-draft", device=devices[0], draft_device=devices[1], dtype="float32", draft_dtype="float32"
+    )
+    options = {"max_new_tokens": 24, "temperature": temperature, "acceptance": "match", "seed": 5}
+    out = mixed.generate(PROMPTS, **options)
+    assert out.token_ids == mixed.generate(PROMPTS, strategies=[], **options).token_ids
+    assert out.stats.accepted_tokens > 0
+
+
+def test_float32_on_the_gpu_equals_transformers_generate(decoder: specdec.SpeculativeDecoder) -> None:
+    dec = specdec.SpeculativeDecoder.from_pretrained("demo-target", "demo-draft", device="cuda", dtype="float32")
+    ids = [dec.tokenizer(p)["input_ids"] for p in PROMPTS]
+    out = dec.generate(ids, max_new_tokens=48, ignore_eos=True)
+    for row, prompt in enumerate(ids):
+        x = torch.tensor([prompt], device="cuda")
+        model = dec.target.model
+        reference = model.generate(
+            x, attention_mask=torch.ones_like(x), max_new_tokens=48, min_new_tokens=48, do_sample=False, pad_token_id=0
+        )
+        assert out.token_ids[row] == reference[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_bfloat16_is_exact_by_default(decoder: specdec.SpeculativeDecoder, batch: int) -> None:
+    for options in ({}, {"temperature": 0.8, "acceptance": "match"}):
+        call = {"max_new_tokens": 64, "ignore_eos": True, "batch_size": batch, **options}
+        plain = decoder.generate(PROMPTS, strategies=[], **call)
+        fast = decoder.generate(PROMPTS, strategies=["prompt-lookup:n_max=12", "draft-model"], **call)
+        assert plain.provenance["exact"]
+        assert fast.token_ids == plain.token_ids
+        assert fast.stats.accepted_tokens > 0
+
+
+def test_a_mixture_of_experts_is_not_claimed_exact() -> None:
+    dec = specdec.SpeculativeDecoder(tiny_model("mixtral").to("cuda", torch.bfloat16))
+    assert not dec.generate([[1, 2, 3]], max_new_tokens=2).provenance["exact"]
+    with pytest.raises(specdec.SpecdecError, match="mixture-of-experts"):
+        dec.generate([[1, 2, 3]], exact=True)
+
+
+def test_the_cache_takes_the_memory_that_the_report_predicts(decoder: specdec.SpeculativeDecoder) -> None:
+    torch.cuda.synchronize()
+    dec = specdec.SpeculativeDecoder(decoder.target.model, decoder.draft.model, decoder.tokenizer, check=False)
+    tokens = 1500
+    call = dec._call([[1] * (tokens - 8)] * 4, None, max_new_tokens=8)
+    before = torch.cuda.memory_allocated()
+    with call:
+        for _ in call.engine.run():
+            break
+        held = torch.cuda.memory_allocated() - before
+        predicted = dec.report.memory(4, tokens)["kv_cache"]
+        assert isinstance(call, Call)
+        assert predicted == pytest.approx(call.engine.cache.nbytes + _draft_bytes(call), rel=0.05)
+        assert held == pytest.approx(predicted, rel=0.3)  # the pass's activations and logits are alive too
+
+
+def _draft_bytes(call: Call) -> int:
+    return sum(d._core.cache.nbytes for d in call.engine.chain.drafters if hasattr(d, "_core"))
