@@ -13,7 +13,11 @@ from tests.helpers.tiny import tiny_model
 
 pytestmark = pytest.mark.gpu
 
-PROMPTS = ["def read(self, path):\n    with open(path) as f:\n", "import os\nimport sys\n", "class Node:\n    def __init__("]
+PROMPTS = [
+    "def read(self, path):\n    with open(path) as f:\n",
+    "import os\nimport sys\n",
+    "class Node:\n    def __init__(",
+]
 
 
 @pytest.fixture(scope="module")

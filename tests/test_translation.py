@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -15,12 +15,12 @@ PROMPTS = ["def read(self, path):\n    with open(path) as f:\n", "import os\nimp
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[specdec.LoadedPair]:
-    yield specdec.load_pair("demo-target")
+def pair() -> specdec.LoadedPair:
+    return specdec.load_pair("demo-target")
 
 
-def decoder(pair: specdec.LoadedPair, draft: object, tokenizer: object, **options: object) -> specdec.SpeculativeDecoder:
-    strategy = specdec.DraftModel(n_max=4, translate=True, **options)  # type: ignore[arg-type]
+def decoder(pair: specdec.LoadedPair, draft: Any, tokenizer: Any, **options: Any) -> specdec.SpeculativeDecoder:
+    strategy = specdec.DraftModel(n_max=4, translate=True, **options)
     return specdec.SpeculativeDecoder(pair.target, draft, pair.tokenizer, tokenizer, strategies=[strategy])
 
 
@@ -47,7 +47,7 @@ def test_replacements_go_to_the_draft_and_come_back(pair: specdec.LoadedPair) ->
 
 
 def test_another_vocabulary_without_translation_is_refused(pair: specdec.LoadedPair) -> None:
-    with pytest.raises(SpecdecError, match="tokenizer mismatch.*translate=True"):
+    with pytest.raises(SpecdecError, match=r"tokenizer mismatch.*translate=True"):
         specdec.SpeculativeDecoder(pair.target, tiny_model("llama", vocab=300), pair.tokenizer, byte_level(vocab=300))
 
 
