@@ -142,7 +142,8 @@ def _leviathan_follow(block: Block, accepted: Tensor) -> Tensor:
     rejected = accepted < block.lengths
     p, q = _pick(block.p, accepted), _pick(block.q, accepted)  # [B, V]
     residual = (p - q).clamp(min=0)
-    use = (rejected & block.has_q)[:, None] & (residual.sum(dim=-1, keepdim=True) > 0)
+    mass = residual.sum(dim=-1, keepdim=True)
+    use = (rejected & block.has_q)[:, None] & (mass > 0)
     position = block.positions + accepted
     drawn = torch.where(
         rejected & block.has_q,
@@ -150,7 +151,8 @@ def _leviathan_follow(block: Block, accepted: Tensor) -> Tensor:
         streams(block.keys, position, Purpose.SAMPLE),
     )
     # Rows without q land here as well: their draw from p with the SAMPLE stream is the sample `match` compared with.
-    return race(torch.where(use, residual, p), drawn)
+    # Normalised, because weights below float32's smallest normal number would lose their race to tokens without any.
+    return race(torch.where(use, residual / mass, p), drawn)
 
 
 RULES: dict[str, AcceptanceRule] = {}
