@@ -13,6 +13,7 @@ import transformers
 from torch import nn
 
 import specdec
+from specdec.runner import sync_allowed
 
 _SAMPLES = 64  # values read per parameter
 
@@ -39,7 +40,7 @@ class WeightHash:
 
 def _hash_parameters(parameters: Sequence[tuple[str, nn.Parameter]]) -> str:
     digest = hashlib.sha256()
-    with torch.no_grad():
+    with torch.no_grad(), sync_allowed(parameters[0][1].device if parameters else torch.device("cpu")):
         samples = []
         for name, p in parameters:
             digest.update(f"{name}{tuple(p.shape)}{p.dtype}".encode())

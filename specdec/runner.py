@@ -169,7 +169,7 @@ def to_device(values: Any, device: torch.device, dtype: torch.dtype = torch.int6
 
 
 @contextmanager
-def _sync_allowed(device: torch.device) -> Iterator[None]:
+def sync_allowed(device: torch.device) -> Iterator[None]:
     """Suspend `torch.cuda.set_sync_debug_mode`, with which a caller can prove that nothing else waits."""
     if device.type != "cuda":
         yield
@@ -198,7 +198,7 @@ class HostReader:
         if not tensors:
             return []
         home = tensors[0].device
-        with _sync_allowed(home):
+        with sync_allowed(home):
             flat = torch.cat([t.detach().to(home).reshape(-1).to(torch.float64) for t in tensors]).cpu()
         out, offset = [], 0
         for tensor in tensors:
