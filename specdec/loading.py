@@ -95,18 +95,10 @@ class LoadedPair:
         if unknown:
             raise SpecdecError(f"unknown loading option {sorted(unknown)[0]!r}")
         check_attention(attn_implementation)
-        home = pick_device(device)
-        trust = trust_remote_code
-        plans = [_Plan.make("target", target, home, dtype, revision, trust, quantization_config, device_map)]
-        if draft is not None:
-            where = home if draft_device is None else pick_device(draft_device)
-            plans.append(
-                _Plan.make("draft", draft, where, draft_dtype, draft_revision, trust, draft_quantization_config, None)
-            )
-        report = PairReport.make([plan.facts for plan in plans])
-        tokenizers = [plan.tokenizer() for plan in plans]
-        if draft is not None:
-            report.check(compare_vocabularies(tokenizers[0], tokenizers[1]), translate)
+        plans, tokenizers, report = _plan_pair(
+            target, draft, device, dtype, draft_device, draft_dtype, device_map, trust_remote_code, revision,
+            draft_revision, quantization_config, draft_quantization_config, translate,
+        )  # fmt: skip
         models = [plan.model() for plan in plans]
         return LoadedPair(
             models[0], models[1] if draft is not None else None,
@@ -117,6 +109,43 @@ class LoadedPair:
 def load_pair(target: str | Path, draft: str | Path | None = None, **options: Any) -> LoadedPair:
     """`LoadedPair.load` as a function."""
     return LoadedPair.load(target, draft, **options)
+
+
+def inspect_pair(
+    target: str | Path,
+    draft: str | Path | None = None,
+    device: str | torch.device | None = None,
+    dtype: Any = None,
+    draft_device: str | torch.device | None = None,
+    draft_dtype: Any = None,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    draft_revision: str | None = None,
+    translate: bool = False,
+) -> PairReport:
+    """The report of a pair from its configs and tokenizers alone. Refuses what `LoadedPair.load` would refuse."""
+    return _plan_pair(
+        target, draft, device, dtype, draft_device, draft_dtype, None, trust_remote_code, revision, draft_revision,
+        None, None, translate,
+    )[2]  # fmt: skip
+
+
+def _plan_pair(
+    target: str | Path, draft: str | Path | None, device: Any, dtype: Any, draft_device: Any, draft_dtype: Any,
+    device_map: Any, trust: bool, revision: str | None, draft_revision: str | None, quantization: Any,
+    draft_quantization: Any, translate: bool,
+) -> tuple[list[_Plan], list[Any], PairReport]:  # fmt: skip
+    """Plans and tokenizers of the models, target first, and the pair's report. Loads no weights."""
+    home = pick_device(device)
+    plans = [_Plan.make("target", target, home, dtype, revision, trust, quantization, device_map)]
+    if draft is not None:
+        where = home if draft_device is None else pick_device(draft_device)
+        plans.append(_Plan.make("draft", draft, where, draft_dtype, draft_revision, trust, draft_quantization, None))
+    report = PairReport.make([plan.facts for plan in plans])
+    tokenizers = [plan.tokenizer() for plan in plans]
+    if draft is not None:
+        report.check(compare_vocabularies(tokenizers[0], tokenizers[1]), translate)
+    return plans, tokenizers, report
 
 
 @dataclass
@@ -294,4 +323,7 @@ def self_test(runner: Runner, role: str) -> None:
         )
 
 
-__all__ = ["LoadedPair", "Source", "check_model_kind", "check_modules", "context_length", "load_pair", "self_test"]
+__all__ = [
+    "LoadedPair", "Source", "check_model_kind", "check_modules", "context_length", "inspect_pair", "load_pair",
+    "self_test",
+]  # fmt: skip

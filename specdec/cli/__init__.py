@@ -1,0 +1,92 @@
+"""The command line: `specdec demo | generate | check | bench`.
+
+Every verb prints tables for people, or with `--json` one JSON document on standard output and nothing else there;
+progress and errors go to standard error. Exit status: 0, 1 = a check failed, 2 = bad input (one line says what),
+130 = interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+import specdec
+from specdec.cli import bench, check, demo, generate
+from specdec.errors import SpecdecError
+
+BAD_INPUT, INTERRUPTED = 2, 130
+
+
+class Verbs(TyperGroup):
+    """The group of verbs; turns every error of the user's into one line and an exit status."""
+
+    def main(self, *arguments: Any, **options: Any) -> Any:
+        try:
+            status = super().main(*arguments, **{**options, "standalone_mode": False})
+        except SpecdecError as error:
+            status = _fail(str(error))
+        except KeyboardInterrupt:
+            status = INTERRUPTED
+        except Exception as error:
+            # Usage errors and aborts, by what they offer: typer has its own copies of click's classes in some releases.
+            if hasattr(error, "format_message"):
+                status = _fail(f"{error.format_message().rstrip('.')}; see specdec --help")
+            elif type(error).__name__ == "Abort":
+                status = INTERRUPTED
+            else:
+                raise
+        sys.exit(status if isinstance(status, int) else 0)
+
+
+def _fail(message: str) -> int:
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    return BAD_INPUT
+
+
+app = typer.Typer(
+    cls=Verbs,
+    help="Speculative decoding on Hugging Face models: see it run, measure it, check a pair.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(specdec.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Speculative decoding on Hugging Face models: see it run, measure it, check a pair."""
+
+
+app.command("demo")(demo.demo)
+app.command("generate")(generate.generate)
+app.command("check")(check.check)
+app.command("bench")(bench.bench)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    from huggingface_hub.utils import enable_progress_bars
+    from huggingface_hub.utils import logging as hub_logging
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    hub_logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    if sys.stderr.isatty():
+        enable_progress_bars()  # downloads: the line above silences them with the loading bars
+    warnings.simplefilter("ignore")
+    app()

@@ -1,0 +1,73 @@
+"""`specdec check`: whether a target and a draft work together, from configs and tokenizers alone."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from specdec.cli import output
+from specdec.cli.inputs import given
+from specdec.errors import SpecdecError
+from specdec.loading import inspect_pair
+from specdec.report import PairReport
+
+
+def check(
+    target: Annotated[str, typer.Option(help="Hub id, folder, GGUF file, or demo-target.")],
+    draft: Annotated[str | None, typer.Option(help="The same for the draft, or demo-draft.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows in one pass, for the memory.")] = 1,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of a row; default: the target's context.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda[:n].")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
+    draft_device: Annotated[str | None, typer.Option(help="The draft's device.")] = None,
+    draft_dtype: Annotated[str | None, typer.Option(help="The draft's dtype.")] = None,
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run a model's code.")] = False,
+    revision: Annotated[str | None, typer.Option(help="The target's revision on the hub.")] = None,
+    draft_revision: Annotated[str | None, typer.Option(help="The draft's revision on the hub.")] = None,
+    translate: Annotated[bool, typer.Option("--translate", help="Accept a draft with another vocabulary.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON document.")] = False,
+) -> None:
+    """Report vocabulary, context, size ratio and memory of a pair; no weights are loaded.
+
+    Exit status 2: the pair cannot work; the line on standard error says why.
+    """
+    if translate and draft is None:
+        raise SpecdecError("--translate is about a draft: give --draft")
+    options = given(
+        device=device, dtype=dtype, draft_device=draft_device, draft_dtype=draft_dtype, revision=revision,
+        draft_revision=draft_revision,
+    )  # fmt: skip
+    with output.progress("reading configs and tokenizers"):
+        report = inspect_pair(target, draft, trust_remote_code=trust_remote_code, translate=translate, **options)
+    if as_json:
+        memory = {"batch_size": batch_size, "tokens": _tokens(report, tokens)}
+        output.print_json({**report.to_dict(batch_size, tokens), "memory_for": memory})
+    else:
+        _print(output.stdout(), report, batch_size, tokens)
+
+
+def _tokens(report: PairReport, tokens: int | None) -> int:
+    context = report.models[0].context
+    return context if tokens is None else min(tokens, context)
+
+
+def _print(console: Console, report: PairReport, batch_size: int, tokens: int | None) -> None:
+    made = output.table("model", *(m.role for m in report.models))
+    made.add_row("name", *(m.name for m in report.models))
+    made.add_row("type", *(m.model_type for m in report.models))
+    made.add_row("parameters", *(f"{m.parameters:,}" for m in report.models))
+    made.add_row("vocabulary", *(f"{m.vocab_size:,}" for m in report.models))
+    made.add_row("context", *(f"{m.context:,} tokens" for m in report.models))
+    made.add_row("dtype, device", *(f"{m.dtype}, {m.device}" for m in report.models))
+    console.print(made)
+    if report.vocabulary is not None:
+        console.print(f"vocabularies: {report.vocabulary}; draft : target = {report.size_ratio:.3f}")
+    rows = "1 row" if batch_size == 1 else f"{batch_size} rows"
+    sizes = output.table("memory", "MiB", title=f"Memory for {rows} of {_tokens(report, tokens):,} tokens")
+    for name, size in report.memory(batch_size, tokens).items():
+        sizes.add_row(name.replace("_", " "), f"{size / 2**20:,.1f}")
+    console.print(sizes)
+    for warning in report.warnings:
+        console.print(f"warning: {warning}", style="yellow", soft_wrap=True)

@@ -1,0 +1,77 @@
+"""`specdec demo`: the embedded pair, its text coloured by strategy, and whether it equals plain decoding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from specdec.cli import output
+from specdec.cli.inputs import chain, given
+from specdec.config import RunConfig, load_yaml
+from specdec.research.demo import DEMO, DemoResult, run_demo, tokens_per_second
+
+FAILED = 1
+
+
+def demo(
+    config: Annotated[Path | None, typer.Option(help="A run as a YAML file, in place of the built-in one.")] = None,
+    strategies: Annotated[str | None, typer.Option(help="The chain: names, or name:key=value, by priority.")] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="Text to continue; may be given several times.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="Most tokens to generate for a prompt.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 = greedy.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of sampled text.")] = None,
+    acceptance: Annotated[str | None, typer.Option(help="Acceptance rule: leviathan or match.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each way; medians are shown.")] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Decode with the embedded models, show who proposed each token, and compare with plain decoding.
+
+    Exit status 1: the text is not the text of plain decoding, although it must be.
+    """
+    run = DEMO if config is None else load_yaml(config)
+    options = given(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, acceptance=acceptance)
+    run = replace(run, generation={**run.generation, **options})
+    if strategies is not None:
+        run = replace(run, strategies=chain(strategies))
+    if prompt:
+        run = replace(run, prompts=tuple(prompt))
+    with output.progress("decoding, plainly and with drafts in turns", 2 + 2 * repeats) as advance:
+        result = run_demo(run, repeats, advance)
+    if as_json:
+        output.print_json(result.to_dict())
+    else:
+        _print(output.stdout(), result, run)
+    if result.identical is False:
+        raise typer.Exit(FAILED)
+
+
+def _print(console: Console, result: DemoResult, run: RunConfig) -> None:
+    shown = result.shown
+    stats = shown.stats.to_dict()
+    palette = output.colours(list(stats["strategies"]))
+    for prompt, ids, origins in zip(run.prompts, shown.token_ids, shown.origins, strict=True):
+        text = Text(prompt, style="dim") + output.coloured(result.decoder.tokenizer, ids, origins, palette)
+        console.print(text, soft_wrap=True)
+        console.rule(style="dim")
+    console.print(output.legend(palette))
+    console.print(_summary(result, stats))
+    console.print(output.strategy_table(stats))
+    console.print(output.position_table(stats))
+
+
+def _summary(result: DemoResult, stats: dict[str, Any]) -> Any:
+    answer = {True: "yes", False: "NO", None: "not comparable: sampled"}[result.identical]
+    made = output.table("figure", "value")
+    made.add_row("tokens per round", output.number(stats["tokens_per_round"]))
+    made.add_row("acceptance length", output.number(stats["acceptance_length"]))
+    made.add_row("time", output.time_text(stats["time"]))
+    made.add_row("plain", f"{tokens_per_second(result.plain):.1f} tokens/s")
+    made.add_row("speculative", f"{tokens_per_second(result.speculative):.1f} tokens/s")
+    made.add_row("speed-up", f"{result.speedup:.2f}x")
+    made.add_row("identical to plain decoding", answer, style="bold red" if result.identical is False else "bold")
+    return made

@@ -1,0 +1,65 @@
+"""From what users type to configs: options that were given, chains, prompts, generation options."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from specdec.drafters import make_drafters
+from specdec.errors import SpecdecError
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """The options that were given: everything that is not None."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def chain(text: str | None, translate: bool = False, has_draft: bool = True) -> tuple[Any, ...] | None:
+    """A chain as typed: None where nothing was, `none` = plain decoding; translate: set it on the draft models.
+
+    Raises SpecdecError for an unknown strategy or option.
+    """
+    if text is None and not translate:
+        return None
+    drafters = [] if text is not None and text.strip() == "none" else make_drafters(text, has_draft)
+    if translate:
+        models = [d for d in drafters if d.name == "draft-model"]
+        if not models:
+            raise SpecdecError("--translate needs the strategy draft-model and a draft model: give --draft")
+        for model in models:
+            model.translate = True
+    return tuple(drafters)
+
+
+def read_prompts(prompts: Sequence[str], files: Sequence[Path]) -> list[str]:
+    """Prompts as typed, then one from each file; `-` is standard input. Raises SpecdecError for what cannot be read."""
+    return [*prompts, *(_read(file) for file in files)]
+
+
+def _read(file: Path) -> str:
+    if str(file) == "-":
+        return sys.stdin.read()
+    if not file.is_file():
+        raise SpecdecError(f"prompt file not found: {file}")
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecdecError(f"prompt file {file} cannot be read as UTF-8 text: {error}") from error
+
+
+def extra_options(pairs: Sequence[str]) -> dict[str, Any]:
+    """`name=value` texts as generation options; values as YAML reads them."""
+    options = {}
+    for pair in pairs:
+        name, separator, value = pair.partition("=")
+        if not separator or not name:
+            raise SpecdecError(f"--option: expected name=value, got {pair!r}")
+        try:
+            options[name.strip()] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise SpecdecError(f"--option {name}: cannot read the value {value!r}") from None
+    return options

@@ -1,0 +1,139 @@
+"""What the verbs print: JSON, tables, coloured text, progress."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+COLOURS = ("green", "cyan", "magenta", "yellow", "blue", "red")
+WIDTH = 100  # of tables where the output is not a terminal
+
+
+def stdout() -> Console:
+    """Standard output as it is now."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=WIDTH)
+
+
+def print_json(data: Any) -> None:
+    """One JSON document; NaN and infinities, which JSON lacks, as null."""
+    json.dump(_finite(data), sys.stdout, indent=2, ensure_ascii=False, allow_nan=False)
+    sys.stdout.write("\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if abs(value) < float("inf") else None
+    if isinstance(value, Mapping):
+        return {str(k): _finite(v) for k, v in value.items()}
+    return [_finite(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+@contextmanager
+def progress(what: str, steps: int | None = None) -> Iterator[Any]:
+    """A line on standard error while something runs. Yields a function to call after each of `steps` steps."""
+    bar = [BarColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f}")] if steps else []
+    columns = [SpinnerColumn(), TextColumn("{task.description}"), *bar, TimeElapsedColumn()]
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:
+        task = shown.add_task(what, total=steps)
+
+        def advance(description: str | None = None) -> None:
+            shown.update(task, advance=1, description=description or what)
+
+        yield advance
+
+
+def table(*columns: str, title: str | None = None) -> Table:
+    """A table whose first column holds names and the others numbers."""
+    made = Table(title=title, title_justify="left", header_style="bold", min_width=len(title or ""))
+    for i, column in enumerate(columns):
+        made.add_column(column, justify="left" if i == 0 else "right")
+    return made
+
+
+def colours(strategies: Sequence[str]) -> dict[str, str]:
+    """One colour a strategy."""
+    return {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(strategies)}
+
+
+def coloured(tokenizer: Any, ids: Sequence[int], origins: Sequence[str | None], palette: Mapping[str, str]) -> Text:
+    """The text of a row, each stretch in the colour of the strategy that proposed it; the target's own is plain.
+
+    A character whose bytes come from several tokens has the colour of the last of them.
+    """
+    text, sent = Text(), ""
+    for end in range(1, len(ids) + 1):
+        if end < len(ids) and origins[end] == origins[end - 1]:
+            continue
+        known = tokenizer.decode(list(ids[:end]), skip_special_tokens=True)
+        if end < len(ids):
+            known = known.rstrip("\ufffd")
+        if known.startswith(sent):
+            text.append(known[len(sent) :], style=palette.get(origins[end - 1] or "", ""))
+            sent = known
+    return text
+
+
+def legend(palette: Mapping[str, str]) -> Text:
+    """Names in their colours."""
+    text = Text("proposed by ")
+    for name, colour in palette.items():
+        text.append(name, style=colour).append(", ")
+    return text.append("the target itself (plain)")
+
+
+def strategy_table(stats: Mapping[str, Any]) -> Table:
+    """Acceptance by strategy, from `Stats.to_dict()`."""
+    made = table("strategy", "drafts", "tokens drafted", "accepted", "rate", "length", "draft ms", title="By strategy")
+    for name, entry in stats["strategies"].items():
+        made.add_row(
+            name, f"{entry['drafted_rounds']}", f"{entry['draft_tokens']}", f"{entry['accepted_tokens']}",
+            number(entry["draft_acceptance_rate"]), number(entry["acceptance_length"]), f"{entry['t_draft'] * 1e3:.0f}",
+        )  # fmt: skip
+    return made
+
+
+def position_table(stats: Mapping[str, Any], most: int = 8) -> Table:
+    """Share of drafted rounds that accepted at least i tokens, by strategy and position."""
+    entries = {"all": stats, **stats["strategies"]}
+    longest = min(most, max((len(e["acceptance_rate_per_position"]) for e in entries.values()), default=0))
+    made = table("accepted at least", *(str(i + 1) for i in range(longest)), title="By position in the draft")
+    for name, entry in entries.items():
+        rates = entry["acceptance_rate_per_position"][:longest]
+        made.add_row(name, *(f"{r:.2f}" for r in rates))
+    return made
+
+
+def counter_table(stats: Mapping[str, Any]) -> Table:
+    """llama.cpp's counters of every strategy."""
+    made = table(
+        "strategy", "calls b/d/a", "gen drafts", "acc drafts", "gen tokens", "acc tokens", "ms b/d/a",
+        title="llama.cpp's counters (b/d/a = begin, draft, accept)",
+    )  # fmt: skip
+    for name, e in stats["strategies"].items():
+        made.add_row(
+            name, f"{e['n_call_begin']}/{e['n_call_draft']}/{e['n_call_accept']}", str(e["n_gen_drafts"]),
+            str(e["n_acc_drafts"]), str(e["n_gen_tokens"]), str(e["n_acc_tokens"]),
+            "/".join(f"{e[key] * 1e3:.1f}" for key in ("t_begin", "t_draft", "t_accept")),
+        )  # fmt: skip
+    return made
+
+
+def time_text(time: Mapping[str, float]) -> str:
+    """The split of a call's time, in per cent."""
+    total = max(time["total"], 1e-9)
+    return ", ".join(f"{name} {time[name] / total:.0%}" for name in ("prefill", "draft", "verify", "other"))
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """A figure that may not exist."""
+    return "-" if value is None else f"{value:.{digits}f}"
