@@ -110,7 +110,8 @@ class Engine:
         started = time.perf_counter()
         known = self.kept.restore(self.cache, slot, row.tokens) if self.kept else 0
         self.cache.wipe(slot, known)
-        self.runner.prefill(self.cache, self.shapes, slot, row.tokens[known:].tolist(), known)
+        seen = self.chain.observe if self.chain.observers else None
+        self.runner.prefill(self.cache, self.shapes, slot, row.tokens[known:].tolist(), known, seen)
         if self.sampling.row_processors is not None:
             row.processors = self.sampling.row_processors(len(row.prompt), row.stops.max_new_tokens)
             row.known = to_device(row.prompt, self.runner.device)
@@ -158,7 +159,10 @@ class Engine:
         starts = [0] * self.batch
         for b, row in active:
             starts[b] = row.size - 1
-        out = self.runner.step(self.cache, self.shapes, fed, starts, counts)
+        watched = bool(self.chain.observers)
+        out = self.runner.step(self.cache, self.shapes, fed, starts, counts, hidden=watched)
+        if watched:
+            self.chain.observe(out)
         self.verify_passes += 1
         history = self._history(fed) if self.sampling.row_processors is not None else None
         scores = self.sampling.scores(out.logits[..., : self.vocab_size], history)
@@ -188,6 +192,8 @@ class Engine:
         return matrix, totals
 
     def _checked(self, draft: Draft) -> list[int]:
+        if draft.parents is not None:
+            raise SpecdecError(f"strategy {draft.drafter!r} proposed a tree: only chains can be verified so far")
         ids = [int(t) for t in draft.tokens]
         if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
             raise SpecdecError(f"strategy {draft.drafter!r} proposed an id outside the target's vocabulary: {ids}")

@@ -11,7 +11,7 @@ same kernels in the same order, whatever else is in the pass (design notes in do
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,9 +63,18 @@ class Shapes:
 
 @dataclass
 class PassOutput:
-    """logits [B, S, V] in the model's dtype; hidden: every layer's hidden states if they were asked for."""
+    """What a pass gives, and what drafters that learn from the target see (`observe`).
+
+    logits [B', S', V] in the model's dtype; tokens [B', S] as fed; row b of them is slot `first_row + b`, fed at the
+    positions `starts[b]...`, `counts[b]` of them real; hidden: every layer's hidden states [B', S, H], the embedding's
+    first, if they were asked for.
+    """
 
     logits: Tensor
+    tokens: Tensor
+    starts: Sequence[int]
+    counts: Sequence[int]
+    first_row: int = 0
     hidden: tuple[Tensor, ...] | None = None
 
 
@@ -82,7 +91,10 @@ class Runner:
         implementation = check_attention(self.attn_implementation)
         self.dtype: torch.dtype = self.model.dtype
         self.device: torch.device = self.model.get_input_embeddings().weight.device
-        self.vocab_size: int = self.model.get_input_embeddings().weight.shape[0]
+        head = self.model.get_output_embeddings()
+        self.embedded: int = self.model.get_input_embeddings().weight.shape[0]
+        # Padded embeddings and heads can differ in rows; ids that only one of them has do not exist.
+        self.vocab_size: int = self.embedded if head is None else min(self.embedded, head.weight.shape[0])
         self.context: int = context_length(self.config)
         self.switch = AttentionSwitch(self.model, implementation)
         self.masks = MaskBuilder(self.config, implementation, self.dtype)
@@ -116,7 +128,7 @@ class Runner:
         cache.aim(torch.where(real, positions, cache.capacity), rows or slice(0, batch), kv_len)
         # Ids that the embedding lacks can only be padding ids of a wider partner's vocabulary; feeding another id
         # there costs acceptance, never correctness.
-        tokens = tokens.clamp(max=self.vocab_size - 1)
+        tokens = tokens.clamp(max=self.embedded - 1)
         arguments: dict[str, Any] = {
             "input_ids": tokens,
             "position_ids": positions,
@@ -130,25 +142,33 @@ class Runner:
             arguments["output_hidden_states"] = True
         with torch.no_grad(), self.switch.on():
             out = self.model(**arguments)
-        return PassOutput(out.logits, out.hidden_states if hidden else None)
+        first = rows.start if rows is not None else 0
+        return PassOutput(out.logits, tokens, starts, counts, first, out.hidden_states if hidden else None)
 
     def prefill(
-        self, cache: RaggedCache, shapes: Shapes, row: int, tokens: Sequence[int], start: int, hidden: bool = False
-    ) -> list[PassOutput]:
+        self,
+        cache: RaggedCache,
+        shapes: Shapes,
+        row: int,
+        tokens: Sequence[int],
+        start: int,
+        seen: Callable[[PassOutput], None] | None = None,
+    ) -> None:
         """Write `tokens` of one row at positions `start...`, in chunks of the widest allowed width.
 
         The row runs alone (batch 1), so its cache does not depend on its neighbours. One column of logits a chunk is
-        computed because models always compute some; it is not used.
+        computed because models always compute some; it is not used. `seen` is called with every chunk's output, hidden
+        states included.
         """
-        outputs = []
         widest = shapes.widths[-1]
         for offset in range(0, len(tokens), widest):
             chunk = list(tokens[offset : offset + widest])
             width = shapes.width(len(chunk))
             padded = to_device([chunk + [0] * (width - len(chunk))], self.device)
             rows = slice(row, row + 1)
-            outputs.append(self.step(cache, shapes, padded, [start + offset], [len(chunk)], rows, 1, hidden))
-        return outputs if hidden else []
+            out = self.step(cache, shapes, padded, [start + offset], [len(chunk)], rows, 1, seen is not None)
+            if seen is not None:
+                seen(out)
 
 
 def context_length(config: Any) -> int:

@@ -118,7 +118,8 @@ class DraftContext:
 @runtime_checkable
 class Drafter(Protocol):
     """What the chain calls. Optional: `fresh(context)` returns the object to use for one call (so that calls never
-    share state), `close()` ends that call, `observe(outputs)` receives every target pass."""
+    share state), `close()` ends that call, `observe(output)` receives every target pass, prompt chunks included, with
+    hidden states (`specdec.runner.PassOutput`)."""
 
     name: str
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specdec.drafters.base import Draft, DraftContext, Drafter, DraftRequest, Tokens
-from specdec.runner import HostReader
+from specdec.runner import HostReader, PassOutput
 
 UPSTREAM_ORDER = (
     "ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache", "draft-model", "eagle3",
@@ -62,6 +62,7 @@ class Chain:
         self.drafters: list[Drafter] = list(drafters)
         self.labels = _labels(self.drafters)
         self.counters = {label: Counters() for label in self.labels}
+        self.observers: list[Any] = [d for d in self.drafters if hasattr(d, "observe")]
         self.reader = reader or HostReader()
         self.winner: dict[int, int] = {}
         self.unsettled: set[int] = set()
@@ -115,6 +116,11 @@ class Chain:
             return drafts
         known = iter(self.reader.read(*lengths))
         return [d if d.length is None else d.rest(0, next(known)) for d in drafts]
+
+    def observe(self, output: PassOutput) -> None:
+        """Show a target pass to the drafters that learn from it."""
+        for drafter in self.observers:
+            drafter.observe(output)
 
     def settle(self, row: int, drafted: int) -> None:
         """The host has learnt the length of a draft that only the device knew."""
