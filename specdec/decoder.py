@@ -268,9 +268,8 @@ class Call:
     def interrupt(self) -> None:
         """Mark every unfinished row."""
         for row in self.rows:
+            row.abandon_round()
             if row.finish_reason is None:
-                if row.pending is not None and row.accepted:
-                    row.close_round(had_token=False)
                 row.fail("interrupted")
 
     def raise_if_failed(self) -> None:

@@ -108,6 +108,7 @@ class Engine:
 
     def _start(self, slot: int, row: Row) -> None:
         started = time.perf_counter()
+        self.slots[slot] = None  # from here on the slot's cache is not the old row's, also after an interrupt
         known = self.kept.restore(self.cache, slot, row.tokens) if self.kept else 0
         self.cache.wipe(slot, known)
         seen = self.chain.observe if self.chain.observers else None

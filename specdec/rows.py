@@ -144,6 +144,12 @@ class Row:
             self.records.append(RoundRecord(self.strategy if self.drafted else None, self.drafted, accepted))
         self.pending = None
 
+    def abandon_round(self) -> None:
+        """Record what an interrupted round has emitted, wherever in it the interrupt fell."""
+        unrecorded = self.size - len(self.prompt) - sum(r.accepted + 1 for r in self.records)
+        if self.pending is not None and unrecorded > 0:
+            self.close_round(had_token=unrecorded > self.accepted)
+
     def text(self) -> str:
         """Special tokens skipped, cut before the earliest stop string."""
         text: str = self.stops.tokenizer.decode(self.output, skip_special_tokens=True)
