@@ -216,8 +216,19 @@ def load_yaml(path: str | Path, cls: type[T] = RunConfig) -> T:  # type: ignore[
         raise SpecdecError(f"{path} is not valid YAML: {error}") from None
     config = from_dict(cls, data, file.name)
     if isinstance(config, RunConfig):
-        GenerationSettings.parse(config.generation)
+        _check_run(config, file.name)
     return config
+
+
+def _check_run(config: RunConfig, where: str) -> None:
+    """Raise SpecdecError for a part of a run that has the wrong form."""
+    if not isinstance(config.generation, Mapping):
+        raise SpecdecError(f"{where}: generation must be a mapping of options, got {config.generation!r}")
+    if not (config.strategies is None or isinstance(config.strategies, tuple)):
+        raise SpecdecError(f"{where}: strategies must be a list or null, got {config.strategies!r}")
+    if not isinstance(config.prompts, tuple) or not all(isinstance(p, str) for p in config.prompts):
+        raise SpecdecError(f"{where}: prompts must be a list of texts, got {_lists(config.prompts)!r}")
+    GenerationSettings.parse(config.generation)
 
 
 def dump_yaml(config: Any) -> str:
