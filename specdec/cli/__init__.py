@@ -8,7 +8,6 @@ progress and errors go to standard error. Exit status: 0, 1 = a check failed, 2 
 from __future__ import annotations
 
 import sys
-import warnings
 from typing import Annotated, Any
 
 import typer
@@ -16,6 +15,7 @@ from typer.core import TyperGroup
 
 import specdec
 from specdec.cli import bench, check, demo, generate
+from specdec.cli.output import quiet
 from specdec.errors import SpecdecError
 
 BAD_INPUT, INTERRUPTED = 2, 130
@@ -26,7 +26,8 @@ class Verbs(TyperGroup):
 
     def main(self, *arguments: Any, **options: Any) -> Any:
         try:
-            status = super().main(*arguments, **{**options, "standalone_mode": False})
+            with quiet():
+                status = super().main(*arguments, **{**options, "standalone_mode": False})
         except SpecdecError as error:
             status = _fail(str(error))
         except KeyboardInterrupt:
@@ -79,14 +80,4 @@ app.command("bench")(bench.bench)
 
 def main() -> None:
     """Entry point of the console script."""
-    from huggingface_hub.utils import enable_progress_bars
-    from huggingface_hub.utils import logging as hub_logging
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    hub_logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    if sys.stderr.isatty():
-        enable_progress_bars()  # downloads: the line above silences them with the loading bars
-    warnings.simplefilter("ignore")
     app()

@@ -64,7 +64,7 @@ def _print(console: Console, result: dict[str, Any]) -> None:
 
 def _speeds(name: str, summary: dict[str, Any]) -> Any:
     made = output.table(
-        "prompts", *(f"{m} tok/s" for m in METHODS), "plain / transformers", "speculative / plain", "same ids",
+        "prompts", *METHODS, "plain : transformers", "speculative : plain", "same ids",
         title=f"{name}: tokens per second and ratios, median (range)",
     )  # fmt: skip
     for category, entry in summary.items():
@@ -76,8 +76,8 @@ def _speeds(name: str, summary: dict[str, Any]) -> Any:
 
 def _rounds(summary: dict[str, Any]) -> Any:
     made = output.table(
-        "prompts", "tokens/round", "accept length", "plain ms/pass", "draft ms/round", "verify ms", "other ms",
-        "best draft length",
+        "prompts", "tokens/round", "accept length", "plain ms", "draft ms", "verify ms", "other ms", "best length",
+        title="milliseconds of a plain and of a speculative round, and the draft length that theory advises",
     )  # fmt: skip
     for category, entry in summary.items():
         plain, drafted = entry["ms_per_round"]["plain"], entry["ms_per_round"]["speculative"]

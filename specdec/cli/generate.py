@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from specdec.acceptance import find_rule
 from specdec.cli import output
 from specdec.cli.inputs import chain, extra_options, given, read_prompts
 from specdec.config import GenerationSettings, PairConfig, RunConfig, load_yaml
@@ -78,7 +79,7 @@ def _run(
     else:
         run = load_yaml(config)
         run = replace(run, pair=replace(run.pair, **pair))
-    GenerationSettings.parse({**run.generation, **options})
+    find_rule(GenerationSettings.parse({**run.generation, **options}).acceptance)
     chosen = chain(strategies, translate, run.pair.draft is not None)
     run = replace(
         run, generation={**run.generation, **options}, prompts=tuple(prompts) or run.prompts,

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from huggingface_hub.utils import enable_progress_bars
+from huggingface_hub.utils import logging as hub_logging
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
+from transformers.utils import logging as transformers_logging
 
 COLOURS = ("green", "cyan", "magenta", "yellow", "blue", "red")
-WIDTH = 100  # of tables where the output is not a terminal
+WIDTH = 120  # of tables where the output is not a terminal
 
 
 def stdout() -> Console:
@@ -35,6 +39,27 @@ def _finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(k): _finite(v) for k, v in value.items()}
     return [_finite(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep the libraries' warnings and loading bars off the screen; bars of downloads stay on a terminal."""
+    loggers = (transformers_logging, hub_logging)
+    levels, bars = [log.get_verbosity() for log in loggers], transformers_logging.is_progress_bar_enabled()
+    for log in loggers:
+        log.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    if sys.stderr.isatty():
+        enable_progress_bars()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for log, level in zip(loggers, levels, strict=True):
+            log.set_verbosity(level)
+        if bars:
+            transformers_logging.enable_progress_bar()
 
 
 @contextmanager
