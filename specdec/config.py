@@ -156,17 +156,25 @@ class GenerationSettings:
 
 @dataclass(frozen=True)
 class PairConfig:
-    """Which models to load. See `specdec.loading.load_pair`."""
+    """Which models to load, and how: hub ids, folders, GGUF files, or the embedded `demo-target` / `demo-draft`.
 
-    target: str
-    draft: str | None = None
-    device: str | None = None
-    dtype: str | None = None
-    draft_device: str | None = None
-    draft_dtype: str | None = None
+    device: None = CUDA if there is one, else CPU; dtype: None = the checkpoint's on a GPU, float32 on a CPU (a draft is
+    loaded in half precision on a GPU); device_map, quantization_config, revision, trust_remote_code: as transformers'
+    `from_pretrained` takes them; attn_implementation: None = specdec's own, or sdpa / eager.
+    """
+
+    target: Any
+    draft: Any = None
+    device: Any = None
+    dtype: Any = None
+    draft_device: Any = None
+    draft_dtype: Any = None
+    device_map: Any = None
     attn_implementation: str | None = None
     revision: str | None = None
     draft_revision: str | None = None
+    quantization_config: Any = None
+    draft_quantization_config: Any = None
     trust_remote_code: bool = False
 
 

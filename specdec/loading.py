@@ -6,6 +6,7 @@ refused there, by name, before a weight is loaded. Two models of different hidde
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from specdec.attention import AttentionSwitch, check_attention
+from specdec.config import PairConfig, from_dict
 from specdec.demo_models import draft_path, target_path
 from specdec.errors import SpecdecError
-from specdec.report import ModelFacts, PairReport, compare_vocabularies
+from specdec.report import ModelFacts, PairReport
 from specdec.runner import Runner, Shapes, context_length, to_device
 
 EMBEDDED = {"demo-target": target_path, "demo-draft": draft_path}
@@ -70,40 +72,20 @@ class LoadedPair:
 
     @staticmethod
     def load(
-        target: str | Path,
-        draft: str | Path | None = None,
-        device: str | torch.device | None = None,
-        dtype: Any = None,
-        draft_device: str | torch.device | None = None,
-        draft_dtype: Any = None,
-        device_map: Any = None,
-        attn_implementation: str | None = None,
-        trust_remote_code: bool = False,
-        revision: str | None = None,
-        draft_revision: str | None = None,
-        quantization_config: Any = None,
-        draft_quantization_config: Any = None,
-        translate: bool = False,
-        **unknown: Any,
+        target: str | Path, draft: str | Path | None = None, *, translate: bool = False, **options: Any
     ) -> LoadedPair:
-        """Load a target and perhaps a draft; see the class docstring of SpeculativeDecoder for the names.
+        """Load a target and perhaps a draft; options are the fields of `specdec.PairConfig`.
 
-        device: None = CUDA if there is one, else CPU; dtype: None = the checkpoint's on a GPU, float32 on a CPU (the
-        draft is loaded in half precision on a GPU). Raises SpecdecError before loading weights for everything that
-        the report refuses.
+        translate: the vocabularies may differ, because the draft is going to write text. Raises SpecdecError before
+        a weight is loaded for everything that the report refuses.
         """
-        if unknown:
-            raise SpecdecError(f"unknown loading option {sorted(unknown)[0]!r}")
-        check_attention(attn_implementation)
-        plans, tokenizers, report = _plan_pair(
-            target, draft, device, dtype, draft_device, draft_dtype, device_map, trust_remote_code, revision,
-            draft_revision, quantization_config, draft_quantization_config, translate,
-        )  # fmt: skip
+        config = pair_config(target, draft, options)
+        plans, tokenizers, report = _plan_pair(config, translate)
         models = [plan.model() for plan in plans]
+        both = len(models) == 2
         return LoadedPair(
-            models[0], models[1] if draft is not None else None,
-            tokenizers[0], tokenizers[1] if draft is not None else None, report,
-        )  # fmt: skip
+            models[0], models[1] if both else None, tokenizers[0], tokenizers[1] if both else None, report
+        )
 
 
 def load_pair(target: str | Path, draft: str | Path | None = None, **options: Any) -> LoadedPair:
@@ -112,39 +94,40 @@ def load_pair(target: str | Path, draft: str | Path | None = None, **options: An
 
 
 def inspect_pair(
-    target: str | Path,
-    draft: str | Path | None = None,
-    device: str | torch.device | None = None,
-    dtype: Any = None,
-    draft_device: str | torch.device | None = None,
-    draft_dtype: Any = None,
-    trust_remote_code: bool = False,
-    revision: str | None = None,
-    draft_revision: str | None = None,
-    translate: bool = False,
+    target: str | Path, draft: str | Path | None = None, *, translate: bool = False, **options: Any
 ) -> PairReport:
     """The report of a pair from its configs and tokenizers alone. Refuses what `LoadedPair.load` would refuse."""
-    return _plan_pair(
-        target, draft, device, dtype, draft_device, draft_dtype, None, trust_remote_code, revision, draft_revision,
-        None, None, translate,
-    )[2]  # fmt: skip
+    return _plan_pair(pair_config(target, draft, options), translate)[2]
 
 
-def _plan_pair(
-    target: str | Path, draft: str | Path | None, device: Any, dtype: Any, draft_device: Any, draft_dtype: Any,
-    device_map: Any, trust: bool, revision: str | None, draft_revision: str | None, quantization: Any,
-    draft_quantization: Any, translate: bool,
-) -> tuple[list[_Plan], list[Any], PairReport]:  # fmt: skip
+def pair_config(target: str | Path, draft: str | Path | None, options: Mapping[str, Any]) -> PairConfig:
+    """Loading options as a PairConfig. Raises SpecdecError for an unknown name."""
+    return from_dict(PairConfig, {"target": target, "draft": draft, **options}, "the loading options")
+
+
+def _plan_pair(config: PairConfig, translate: bool) -> tuple[list[_Plan], list[Any], PairReport]:
     """Plans and tokenizers of the models, target first, and the pair's report. Loads no weights."""
-    home = pick_device(device)
-    plans = [_Plan.make("target", target, home, dtype, revision, trust, quantization, device_map)]
-    if draft is not None:
-        where = home if draft_device is None else pick_device(draft_device)
-        plans.append(_Plan.make("draft", draft, where, draft_dtype, draft_revision, trust, draft_quantization, None))
+    check_attention(config.attn_implementation)
+    home = pick_device(config.device)
+    trust = config.trust_remote_code
+    plans = [
+        _Plan.make(
+            "target", config.target, home, config.dtype, config.revision, trust, config.quantization_config,
+            config.device_map,
+        )
+    ]  # fmt: skip
+    if config.draft is not None:
+        where = home if config.draft_device is None else pick_device(config.draft_device)
+        plans.append(
+            _Plan.make(
+                "draft", config.draft, where, config.draft_dtype, config.draft_revision, trust,
+                config.draft_quantization_config, None,
+            )
+        )  # fmt: skip
     report = PairReport.make([plan.facts for plan in plans])
     tokenizers = [plan.tokenizer() for plan in plans]
-    if draft is not None:
-        report.check(compare_vocabularies(tokenizers[0], tokenizers[1]), translate)
+    if config.draft is not None:
+        report.compare(tokenizers[0], tokenizers[1], translate)
     return plans, tokenizers, report
 
 
@@ -277,8 +260,7 @@ def check_modules(target: Any, draft: Any, tokenizer: Any, draft_tokenizer: Any,
         facts.append(ModelFacts.from_module(role, model))
     report = PairReport.make(facts)
     if draft is not None:
-        both = tokenizer is not None and draft_tokenizer is not None
-        report.check(compare_vocabularies(tokenizer, draft_tokenizer) if both else None, translate)
+        report.compare(tokenizer, draft_tokenizer, translate)
     return report
 
 

@@ -6,7 +6,7 @@ Nothing is allocated to make it: parameters are counted on a model without stora
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -91,13 +91,22 @@ class PairReport:
                 )
         return report
 
-    def check(self, difference: str | None, translate: bool) -> None:
-        """Take in the result of `compare_vocabularies` (None: no two tokenizers to compare). Raises SpecdecError for
-        vocabularies that differ, unless the draft is translated through text."""
-        if difference is None or difference in ("identical", "compatible"):
-            self.vocabulary = difference or "unchecked"
-            if difference is None and len({m.vocab_size for m in self.models}) > 1:
+    def compare(self, tokenizer: Any, draft_tokenizer: Any, translate: bool) -> None:
+        """Compare two tokenizers (None: there is nothing to compare). Raises SpecdecError for vocabularies that
+        differ, unless the draft is translated through text."""
+        if tokenizer is None or draft_tokenizer is None:
+            self.vocabulary = "unchecked"
+            if len({m.vocab_size for m in self.models}) > 1:
                 self.warnings.append("vocabulary sizes differ and there is no second tokenizer to compare with")
+            return
+        difference = compare_vocabularies(tokenizer, draft_tokenizer)
+        if difference in ("identical", "compatible"):
+            self.vocabulary = difference
+            self.warnings += [
+                f"{name.upper()} differs: id {a} in the target, id {b} in the draft; the target's counts"
+                for name in ("bos", "eos")
+                if (a := getattr(tokenizer, f"{name}_token_id")) != (b := getattr(draft_tokenizer, f"{name}_token_id"))
+            ]
             return
         if not translate:
             raise SpecdecError(
@@ -121,7 +130,7 @@ class PairReport:
 
     def to_dict(self, batch: int = 1, tokens: int | None = None) -> dict[str, Any]:
         """Plain data, with the memory of `batch` rows of `tokens` tokens."""
-        models = [{k: v for k, v in asdict_shallow(m).items() if k != "config"} for m in self.models]
+        models = [{f.name: getattr(m, f.name) for f in fields(m) if f.name != "config"} for m in self.models]
         return {
             "models": models,
             "vocabulary": self.vocabulary,
@@ -129,11 +138,6 @@ class PairReport:
             "warnings": list(self.warnings),
             "memory": self.memory(batch, tokens),
         }
-
-
-def asdict_shallow(item: Any) -> dict[str, Any]:
-    """A dataclass's fields without copying their values."""
-    return {name: getattr(item, name) for name in item.__dataclass_fields__}
 
 
 def compare_vocabularies(target: Any, draft: Any) -> str:
@@ -172,5 +176,3 @@ def _adds(tokenizer: Any, name: str) -> str:
     present = bool(ids) and token is not None and token in (ids[:1] if name == "bos" else ids[-1:])
     return f"adds id {token}" if present else "adds none"
 
-
-__all__ = ["ModelFacts", "PairReport", "asdict", "compare_vocabularies"]
