@@ -1,0 +1,49 @@
+"""What the README shows works as it stands."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from specdec.cli import app
+
+ROOT = Path(__file__).resolve().parents[1]
+SHORT = {"demo": ("--max-new-tokens", "8", "--repeats", "1"), "generate": ("--max-new-tokens", "8")}
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+
+
+def test_the_python_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """With shorter texts, in the README's order and in one namespace."""
+    scope: dict[str, object] = {}
+    for block in blocks("python"):
+        code = block.replace("max_new_tokens=128", "max_new_tokens=16")
+        code = re.sub(r'("def fibonacci\(n\):", strategies=.*|seed=1)\)', r"\1, max_new_tokens=8)", code)
+        exec(compile(code, "README.md", "exec"), scope)
+    assert "Round(" in capsys.readouterr().out
+
+
+def test_the_commands_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every `specdec` line runs, with little to do."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("specdec.cli.bench.run_smoke", lambda *arguments: {"suites": {}})
+    monkeypatch.setattr("specdec.cli.bench.Path.write_text", lambda *arguments, **options: 0)
+    monkeypatch.setattr("specdec.cli.bench._check_writable", lambda path: None)
+    lines = [line for block in blocks("bash") for line in block.splitlines() if line.startswith("specdec ")]
+    assert {line.split()[1] for line in lines} == {"demo", "generate", "check", "bench"}
+    for line in lines:
+        verb, *arguments = shlex.split(line)[1:]
+        done = CliRunner().invoke(app, [verb, *arguments, *SHORT.get(verb, ())])
+        assert done.exit_code == 0, (line, done.output)
+
+
+def test_links_lead_to_files() -> None:
+    links = re.findall(r"\]\(([^)#]+)\)", README)
+    assert [link for link in links if "://" not in link and not (ROOT / link).exists()] == []
