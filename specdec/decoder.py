@@ -135,8 +135,8 @@ class SpeculativeDecoder:
         text = TextStream(row.stops.stop_strings)
         with call:
             for _ in call.engine.run():
-                piece = text.piece(row.text())
-                if piece and row.finish_reason is None:
+                piece = text.piece(row.text()) if row.finish_reason is None else ""
+                if piece:
                     yield piece
         call.raise_if_failed()
         rest = text.rest(row.text())

@@ -165,7 +165,7 @@ class Engine:
         if watched:
             self.chain.observe(out)
         self.verify_passes += 1
-        history = self._history(fed) if self.sampling.row_processors is not None else None
+        history = self._history(fed, counts) if self.sampling.row_processors is not None else None
         scores = self.sampling.scores(out.logits[..., : self.vocab_size], history)
         q, has_q, all_claim = self._proposal_laws(drafts, scores)
         return Block(
@@ -212,13 +212,13 @@ class Engine:
         has_q = to_device([b in claims for b in range(self.batch)], scores.device, torch.bool)
         return q, has_q, len(claims) == sum(len(d) > 0 for d in drafts.values())
 
-    def _history(self, fed: Tensor) -> History:
+    def _history(self, fed: Tensor, counts: Sequence[int]) -> History:
         known: list[Tensor | None] = [None] * self.batch
         processors: list[Any] = [None] * self.batch
         for b, row in self.active():
             assert row.known is not None
             known[b], processors[b] = row.known[:-1], row.processors
-        return History(known, fed, processors)
+        return History(known, fed, processors, counts)
 
     # -- read and commit -----------------------------------------------------------------------------------------
 
@@ -294,7 +294,7 @@ class Engine:
             accepted=accepted,
             bonus=bonus,
             tokens=tokens,
-            text=tokenizer.decode(tokens) if tokenizer is not None else None,
+            text=tokenizer.decode(tokens, clean_up_tokenization_spaces=False) if tokenizer is not None else None,
             times=spans,
             finish_reason=row.finish_reason,
         )

@@ -36,6 +36,11 @@ class StopRules:
         """Tokens at the end of a row that can hold a whole stop string: a character takes at most 4 byte tokens."""
         return 4 * max((len(s) for s in self.stop_strings), default=0) + 8
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, special tokens skipped. Spaces are not tidied: that would rewrite text already streamed."""
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
 
 @dataclass
 class Row:
@@ -116,7 +121,7 @@ class Row:
 
     def _stop_string(self) -> bool:
         start = max(len(self.prompt), self.size - self.stops.window)
-        tail = self.stops.tokenizer.decode(self.ids[start : self.size].tolist(), skip_special_tokens=True)
+        tail = self.stops.decode(self.ids[start : self.size].tolist())
         return any(s in tail for s in self.stops.stop_strings)
 
     def _criterion(self) -> bool:
@@ -152,7 +157,7 @@ class Row:
 
     def text(self) -> str:
         """Special tokens skipped, cut before the earliest stop string."""
-        text: str = self.stops.tokenizer.decode(self.output, skip_special_tokens=True)
+        text = self.stops.decode(self.output)
         if self.finish_reason == "stop_string":
             found = [text.find(s) for s in self.stops.stop_strings if s in text]
             text = text[: min(found)] if found else text
