@@ -100,12 +100,14 @@ class History:
     """What processors need to see: for each row the ids known before this pass, and the ids the pass feeds.
 
     known: row -> int64 [n] on the device, ending before the first fed token, or None for an idle row;
-    fed [B, S]; processors: row -> transformers processors of that row.
+    fed [B, S]; processors: row -> transformers processors of that row; counts: row -> how many columns of `fed` are
+    text (the rest is padding, which processors never see).
     """
 
     known: Sequence[Tensor | None]
     fed: Tensor
     processors: Sequence[LogitsProcessorList | None]
+    counts: Sequence[int]
 
     def prefix(self, row: int, column: int) -> Tensor:
         known = self.known[row]
@@ -152,10 +154,9 @@ class Sampling:
             if processors is None or history.known[b] is None:
                 rows.append(scores[b])
                 continue
-            columns = [
-                processors(history.prefix(b, s)[None], scores[b, s][None].clone())[0] for s in range(scores.shape[1])
-            ]
-            rows.append(torch.stack(columns))
+            real = history.counts[b]
+            columns = [processors(history.prefix(b, s)[None], scores[b, s][None].clone())[0] for s in range(real)]
+            rows.append(torch.cat([torch.stack(columns), scores[b, real:]]))
         return torch.stack(rows)
 
     def choose(self, scores: Tensor, stream: Tensor) -> Tensor:

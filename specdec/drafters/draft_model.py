@@ -199,7 +199,7 @@ class _Steps:
         if any(p is not None for p in self.processors):
             fed = torch.stack(self.tokens, dim=1) if self.tokens else logits.new_empty((len(logits), 0)).long()
             known = [None if k is None else torch.cat([k, fed[b]]) for b, k in enumerate(self.known)]
-            history = History(known, fed[:, :0], self.processors)
+            history = History(known, fed[:, :0], self.processors, [1] * len(known))
         return self.sampling.sampling.scores(logits[:, None], history)[:, 0]
 
     def nobody(self, alive: Tensor) -> bool:
