@@ -1,0 +1,133 @@
+"""Acceptance rules and drafters that are wrong on purpose, in the ways that real ones have been wrong.
+
+Tests that claim losslessness must reject every one of them. `SampledDrafter` without a fault is right: it shows that
+the controls are rejected for their fault and not for the way they are built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.acceptance import LEVIATHAN, AcceptanceRule, Block
+from specdec.drafters.base import Draft, DraftRequest
+from specdec.sampling import Purpose, race
+
+
+def _at(values: Tensor, accepted: Tensor) -> Tensor:
+    return values[torch.arange(len(values)), accepted]
+
+
+def _rejected(block: Block, accepted: Tensor) -> Tensor:
+    return (accepted < block.lengths)[:, None]
+
+
+def _draw(block: Block, accepted: Tensor, weights: Tensor) -> Tensor:
+    """The weights where a draft was rejected, the target's law elsewhere."""
+    p = _at(block.p, accepted)
+    use = _rejected(block, accepted) & (weights.sum(dim=-1, keepdim=True) > 0)
+    stream = torch.where(
+        _rejected(block, accepted)[:, 0],
+        _at(block.streams(Purpose.RESIDUAL), accepted),
+        _at(block.streams(Purpose.SAMPLE), accepted),
+    )
+    return race(torch.where(use, weights, p), stream)
+
+
+def _all_stand(block: Block) -> Tensor:
+    return torch.ones_like(block.draft, dtype=torch.bool)
+
+
+def _follow_target(block: Block, accepted: Tensor) -> Tensor:
+    return _draw(block, accepted, _at(block.p, accepted))
+
+
+def _follow_ranked(block: Block, accepted: Tensor) -> Tensor:
+    """p minus q, both sorted by probability: what subtracting two candidate arrays index by index does."""
+    if block.q is None:
+        return LEVIATHAN.follow(block, accepted)
+    p, q = _at(block.p, accepted), _at(block.q, accepted)
+    ranked, ids = p.sort(dim=-1, descending=True)
+    residual = (ranked - q.sort(dim=-1, descending=True).values).clamp(min=0)
+    return _draw(block, accepted, torch.zeros_like(p).scatter(-1, ids, residual))
+
+
+BROKEN_RULES = {
+    rule.name: rule
+    for rule in (
+        AcceptanceRule("accept-all", "sample", _all_stand, LEVIATHAN.follow, lossy=True),
+        AcceptanceRule("no-residual", "sample", LEVIATHAN.stands, _follow_target, lossy=True),
+        AcceptanceRule("residual-by-rank", "sample", LEVIATHAN.stands, _follow_ranked, lossy=True),
+    )
+}
+
+FAULTS = (
+    "argmax-judged-as-sampled",  # proposes the argmax and claims q, so that it is accepted with p / q
+    "stale-q",  # claims the law of the position before
+    "drops-low-q",  # a sampled token is taken back because its q is low
+    "n-min-discards",  # a sampled draft is thrown away because it became too short
+    "cuts-outside-vocabulary",  # draws from a larger vocabulary, and ends the draft at a token outside
+)
+
+
+class SampledDrafter:
+    """Samples from a model with full forward passes, from a torch generator of its own; claims q. A `fault` breaks it.
+
+    `vocab`: the target's. `p_min` ends a draft before a position where the top probability is lower, as it may.
+    """
+
+    name = "sampled"
+
+    def __init__(self, model: Any, vocab: int, fault: str | None = None, n_max: int = 2, temperature: float = 0.8):
+        self.model, self.vocab, self.fault, self.n_max, self.temperature = model, vocab, fault, n_max, temperature
+        self.p_min = 0.28 if fault == "n-min-discards" else 0.0
+        self.generator = torch.Generator().manual_seed(7)
+
+    def begin(self, row: int, prompt: Any) -> None:
+        return None
+
+    def accept(self, row: int, n_accepted: int, is_other: bool) -> None:
+        return None
+
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        texts = [[*map(int, r.tokens), int(r.last)] for r in requests]
+        laws, tokens = [], []
+        for _ in range(self.n_max):
+            law = self._law(texts)
+            token = law.argmax(dim=-1) if self.fault == "argmax-judged-as-sampled" else self._sample(law)
+            for text, x in zip(texts, token.tolist(), strict=True):
+                text.append(x)
+            laws.append(law)
+            tokens.append(token)
+        claims = [laws[0], *laws[:-1]] if self.fault == "stale-q" else laws
+        q, drawn = torch.stack(claims, dim=1), torch.stack(tokens, dim=1)
+        return [self._draft(q[i], drawn[i], min(self.n_max, r.n_max)) for i, r in enumerate(requests)]
+
+    @torch.no_grad()
+    def _law(self, texts: list[list[int]]) -> Tensor:
+        width = max(map(len, texts))
+        ids = torch.tensor([text + [0] * (width - len(text)) for text in texts])
+        last = torch.tensor([len(text) - 1 for text in texts])
+        logits = self.model(input_ids=ids, use_cache=False).logits[torch.arange(len(texts)), last]
+        if self.fault != "cuts-outside-vocabulary":
+            logits = logits[:, : self.vocab]
+        return torch.softmax(logits / self.temperature, dim=-1)
+
+    def _sample(self, law: Tensor) -> Tensor:
+        return torch.multinomial(law, 1, generator=self.generator)[:, 0]
+
+    def _draft(self, q: Tensor, tokens: Tensor, limit: int) -> Draft:
+        length = 0
+        while length < limit and self._goes_on(q[length], int(tokens[length])):
+            length += 1
+        if self.fault == "n-min-discards" and length < limit:
+            length = 0
+        return Draft(tokens[:length].tolist(), None, q[:length, : self.vocab], self.name)
+
+    def _goes_on(self, law: Tensor, token: int) -> bool:
+        if self.fault == "drops-low-q" and float(law[token]) < 0.2:
+            return False
+        return token < self.vocab and float(law.max()) >= self.p_min
