@@ -172,6 +172,6 @@ def find_rule(rule: Any) -> AcceptanceRule:
     """A rule by name, or a rule as it is. Raises SpecdecError for an unknown name."""
     if isinstance(rule, AcceptanceRule):
         return rule
-    if rule not in RULES:
+    if not isinstance(rule, str) or rule not in RULES:
         raise SpecdecError(f"unknown acceptance rule {rule!r}; known: {', '.join(sorted(RULES))}")
     return RULES[rule]

@@ -106,27 +106,32 @@ class GenerationSettings:
 
     def check(self) -> None:
         """Raise SpecdecError for a value out of range."""
-        _whole("max_new_tokens", self.max_new_tokens, 0)
-        _whole("top_k", self.top_k, 0)
-        _whole("num_return_sequences", self.num_return_sequences, 1)
+        for name in ("ignore_eos", "output_logprobs", "keep_state"):
+            if not isinstance(getattr(self, name), bool):
+                raise SpecdecError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        check_whole("max_new_tokens", self.max_new_tokens, 0)
+        check_whole("top_k", self.top_k, 0)
+        check_whole("num_return_sequences", self.num_return_sequences, 1)
         if self.batch_size is not None:
-            _whole("batch_size", self.batch_size, 1)
-        _number("temperature", self.temperature, 0.0, math.inf)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _number("top_p", self.top_p, 0.0, 1.0)
+            check_whole("batch_size", self.batch_size, 1)
+        check_number("temperature", self.temperature, 0.0, math.inf)
+        check_number("min_p", self.min_p, 0.0, 1.0)
+        check_number("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0:
             raise SpecdecError("top_p must be in (0, 1], got 0: it would leave no token")
-        _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf)
+        check_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf)
         if self.repetition_penalty == 0:
             raise SpecdecError("repetition_penalty must be > 0, got 0")
         if self.order not in ("given", "upstream"):
             raise SpecdecError(f"order must be 'given' or 'upstream', got {self.order!r}")
-        if not (self.exact is UNSET or self.exact == "auto" or isinstance(self.exact, bool)):
-            raise SpecdecError(f"exact must be True, False or 'auto', got {self.exact!r}")
+        check_exact(self.exact)
         self._check_seed()
+        self._check_processors()
         for text in self.stops:
             if not isinstance(text, str) or not text:
                 raise SpecdecError(f"stop_strings must be non-empty strings, got {text!r}")
+        for token in () if self.eos_token_id in (UNSET, None) else as_list(self.eos_token_id):
+            check_whole("eos_token_id", token, 0)
 
     def _check_seed(self) -> None:
         seeds = self.seed if isinstance(self.seed, (list, tuple)) else [self.seed]
@@ -134,12 +139,22 @@ class GenerationSettings:
             if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
                 raise SpecdecError(f"seed must be an int, a list of ints or None, got {seed!r}")
 
+    def _check_processors(self) -> None:
+        """transformers ignores some values out of range without a word; here they are errors."""
+        for name, value in self.processors.items():
+            if value is not None and name in ("no_repeat_ngram_size", "min_length", "min_new_tokens"):
+                check_whole(name, value, 0)
+            if value is not None and name in ("typical_p", "epsilon_cutoff", "eta_cutoff", "top_h"):
+                check_number(name, value, 0.0, 1.0)
+        for name in ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"):
+            for value in as_list(getattr(self, name)):
+                if not callable(value):
+                    raise SpecdecError(f"{name} must be callable, got {value!r}")
+
     @property
     def stops(self) -> list[Any]:
         """The stop strings as a list."""
-        if self.stop_strings is None:
-            return []
-        return [self.stop_strings] if isinstance(self.stop_strings, str) else list(self.stop_strings)
+        return as_list(self.stop_strings)
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -252,12 +267,27 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> SpecdecError:
     return SpecdecError(f"unknown {kind} {name!r}{hint}")
 
 
-def _whole(name: str, value: Any, least: int) -> None:
+def as_list(value: Any) -> list[Any]:
+    """None = nothing, one value = a list of it."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple, set, frozenset)) else [value]
+
+
+def check_exact(value: Any) -> None:
+    """Raise SpecdecError for a value that `exact` cannot have."""
+    if not (value is UNSET or value == "auto" or isinstance(value, bool)):
+        raise SpecdecError(f"exact must be True, False or 'auto', got {value!r}")
+
+
+def check_whole(name: str, value: Any, least: int) -> None:
+    """Raise SpecdecError unless `value` is a whole number >= `least`; a bool is none."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise SpecdecError(f"{name} must be a whole number >= {least}, got {value!r}")
 
 
-def _number(name: str, value: Any, low: float, high: float) -> None:
+def check_number(name: str, value: Any, low: float, high: float) -> None:
+    """Raise SpecdecError unless `value` is a finite number in [low, high]; a bool is none, and NaN is in no range."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high or value == math.inf:
         bounds = f">= {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
         raise SpecdecError(f"{name} must be a number {bounds}, got {value!r}")

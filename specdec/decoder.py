@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from specdec.acceptance import find_rule
-from specdec.config import UNSET, GenerationSettings
+from specdec.config import UNSET, GenerationSettings, as_list, check_exact
 from specdec.drafters import make_drafters
 from specdec.drafters.base import DraftContext
 from specdec.drafters.chain import Chain, build_chain, upstream_order
@@ -52,6 +52,7 @@ class SpeculativeDecoder:
         exact: Any = "auto",
         check: bool = True,
     ):
+        check_exact(exact)
         self.strategies = make_drafters(strategies, draft_model is not None)
         for model, role in ((target_model, "target"), (draft_model, "draft")):
             if model is not None:
@@ -195,7 +196,7 @@ class Call:
         stops = self._stop_rules()
         self.sampling = build_sampling(
             decoder.target.model, settings.fields, settings.temperature, sorted(stops.eos),
-            _as_list(settings.logits_processor), settings.prefix_allowed_tokens_fn, decoder.target.device,
+            as_list(settings.logits_processor), settings.prefix_allowed_tokens_fn, decoder.target.device,
         )  # fmt: skip
         keys = _row_keys(settings, len(prompts))
         n = settings.num_return_sequences
@@ -217,9 +218,9 @@ class Call:
         return StopRules(
             max_new_tokens=settings.max_new_tokens,
             context=decoder.target.context,
-            eos=frozenset(int(t) for t in _as_list(eos)),
+            eos=frozenset(int(t) for t in as_list(eos)),
             stop_strings=tuple(settings.stops),
-            criteria=tuple(_as_list(settings.stopping_criteria)),
+            criteria=tuple(as_list(settings.stopping_criteria)),
             tokenizer=decoder.tokenizer,
         )
 
@@ -310,12 +311,6 @@ class Call:
 
 
 _NOTHING = torch.zeros(0, dtype=torch.int64).numpy()
-
-
-def _as_list(value: Any) -> list[Any]:
-    if value is None:
-        return []
-    return list(value) if isinstance(value, (list, tuple, set, frozenset)) else [value]
 
 
 def _fresh_seed(seed: Any) -> Any:

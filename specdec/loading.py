@@ -294,7 +294,7 @@ def self_test(runner: Runner, role: str) -> None:
             expected = torch.stack(
                 [runner.model(input_ids=to_device([t], runner.device), use_cache=False).logits[0, -2:] for t in ids]
             ).float()
-    except (TypeError, IndexError, NotImplementedError, AssertionError, AttributeError, RuntimeError) as error:
+    except Exception as error:  # whatever a model trips over in its own code
         kind = runner.config.model_type
         raise SpecdecError(f"{role} ({kind}) cannot run on the ragged cache: {_first_line(error)}") from error
     off = float((ragged.to(expected.device) - expected).norm() / expected.norm().clamp(min=1e-6))

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.config import check_number, check_whole
 from specdec.drafters.base import (
     BaseDrafter,
     Draft,
@@ -65,15 +66,14 @@ class DraftModel(BaseDrafter):
         for name, value in (DEFAULTS | PRESETS.get(self.preset or "", {})).items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
-        assert self.n_max is not None and self.n_min is not None and self.p_min is not None
-        if self.n_max < 1 or not 0 <= self.n_min <= self.n_max:
-            raise SpecdecError(
-                f"draft-model needs n_max >= 1 and 0 <= n_min <= n_max, got n_max={self.n_max}, n_min={self.n_min}"
-            )
-        if not 0 <= self.p_min <= 1:
-            raise SpecdecError(f"draft-model: p_min must be between 0 and 1, got {self.p_min}")
-        if self.top_n is not None and self.top_n < 1:
-            raise SpecdecError(f"draft-model: top_n must be >= 1, got {self.top_n}")
+        check_whole("draft-model: n_max", self.n_max, 1)
+        check_whole("draft-model: n_min", self.n_min, 0)
+        check_number("draft-model: p_min", self.p_min, 0.0, 1.0)
+        check_number("draft-model: p_split", self.p_split, 0.0, 1.0)
+        if self.top_n is not None:
+            check_whole("draft-model: top_n", self.top_n, 1)
+        if (self.n_min or 0) > (self.n_max or 0):
+            raise SpecdecError(f"draft-model needs n_min <= n_max, got n_min={self.n_min}, n_max={self.n_max}")
 
     def fresh(self, context: DraftContext) -> Any:
         if context.draft_runner is None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from specdec.config import check_whole
 from specdec.drafters.base import BaseDrafter, Draft, DraftRequest, as_array, suffix_matches
 from specdec.errors import SpecdecError
 
@@ -28,10 +29,11 @@ class NgramSimple(BaseDrafter):
     name: str = field(init=False, default="ngram-simple")
 
     def __post_init__(self) -> None:
-        if not (1 <= self.size_n <= 1024 and 1 <= self.size_m <= 1024 and self.min_hits >= 1):
+        for name in ("size_n", "size_m", "min_hits"):
+            check_whole(f"ngram-simple: {name}", getattr(self, name), 1)
+        if max(self.size_n, self.size_m) > 1024:
             raise SpecdecError(
-                "ngram-simple needs size_n and size_m in 1..1024 and min_hits >= 1, got "
-                f"size_n={self.size_n}, size_m={self.size_m}, min_hits={self.min_hits}"
+                f"ngram-simple: size_n and size_m go up to 1024, got size_n={self.size_n}, size_m={self.size_m}"
             )
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:

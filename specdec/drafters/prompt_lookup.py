@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from specdec.config import check_whole
 from specdec.drafters.base import BaseDrafter, Draft, DraftRequest, as_array, suffix_matches
 from specdec.errors import SpecdecError
 
@@ -27,10 +28,12 @@ class PromptLookup(BaseDrafter):
     name: str = field(init=False, default="prompt-lookup")
 
     def __post_init__(self) -> None:
-        if not (self.n_max >= 1 and self.ngram_max >= self.ngram_min >= 1):
+        for name in ("n_max", "ngram_max", "ngram_min"):
+            check_whole(f"prompt-lookup: {name}", getattr(self, name), 1)
+        if self.ngram_min > self.ngram_max:
             raise SpecdecError(
-                f"prompt-lookup needs n_max >= 1 and ngram_max >= ngram_min >= 1, got n_max={self.n_max}, "
-                f"ngram_max={self.ngram_max}, ngram_min={self.ngram_min}"
+                f"prompt-lookup needs ngram_min <= ngram_max, got ngram_min={self.ngram_min}, "
+                f"ngram_max={self.ngram_max}"
             )
         if self.match not in ("latest", "earliest"):
             raise SpecdecError(f"prompt-lookup: match must be 'latest' or 'earliest', got {self.match!r}")
