@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from specdec.drafters.translation import draft_capacity
 from specdec.errors import SpecdecError
 from specdec.kv_cache import kv_cache_bytes
 from specdec.runner import context_length
@@ -123,10 +124,15 @@ class PairReport:
         item = getattr(torch, target.dtype).itemsize
         parts = {
             "weights": sum(m.weight_bytes for m in self.models),
-            "kv_cache": sum(m.kv_bytes(batch, tokens) for m in self.models),
+            "kv_cache": sum(m.kv_bytes(batch, n) for m, n in zip(self.models, self._cached(tokens), strict=True)),
             "logits": batch * width * target.vocab_size * (item + 8),
         }
         return {**parts, "total": sum(parts.values())}
+
+    def _cached(self, tokens: int) -> list[int]:
+        """Tokens a row that each model's cache holds."""
+        draft = draft_capacity(tokens) if self.vocabulary == "translated" else tokens
+        return [tokens, draft][: len(self.models)]
 
     def to_dict(self, batch: int = 1, tokens: int | None = None) -> dict[str, Any]:
         """Plain data, with the memory of `batch` rows of `tokens` tokens."""

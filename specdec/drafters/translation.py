@@ -19,6 +19,11 @@ from specdec.errors import SpecdecError
 from specdec.kv_cache import common_prefix
 
 
+def draft_capacity(tokens: int) -> int:
+    """Tokens of the draft's cache for rows of `tokens` of the target's: its vocabulary may need more for one text."""
+    return 4 * tokens + 64
+
+
 @dataclass
 class TranslatingDrafter(BaseDrafter):
     """Built by `DraftModel(translate=True)`; `settings` are that object's parameters."""
@@ -33,8 +38,7 @@ class TranslatingDrafter(BaseDrafter):
         context = self.context
         if context.tokenizer is None or context.draft_tokenizer is None or context.draft_runner is None:
             raise SpecdecError("draft-model with translate=True needs a draft model and both tokenizers")
-        # The draft's vocabulary may need more tokens for the same text than the target's.
-        self.core = DraftCore(context.draft_runner, context.batch, 4 * context.capacity + 64)
+        self.core = DraftCore(context.draft_runner, context.batch, draft_capacity(context.capacity))
 
     def close(self) -> None:
         self.core.close()
