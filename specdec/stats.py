@@ -41,7 +41,8 @@ class Tally:
     @staticmethod
     def of(records: Iterable[RoundRecord]) -> Tally:
         """Count rounds. acceptance_rate_per_position[i]: share of drafted rounds that accepted at least i + 1 drafts;
-        conditional_...[i]: the same among the rounds in which draft i was tested (all before it stood);
+        conditional_...[i]: the same among the rounds in which draft i was tested (all before it stood; positions that
+        never were have no entry);
         acceptance_histogram[n]: drafted rounds that accepted exactly n."""
         records = list(records)
         drafted = [r for r in records if r.drafted > 0]
@@ -60,9 +61,7 @@ class Tally:
             tokens_per_round=1 + accepted / len(records) if records else None,
             draft_acceptance_rate=accepted / proposed if proposed else None,
             acceptance_rate_per_position=[n / len(drafted) for n in reached],
-            conditional_acceptance_rate_per_position=[
-                n / t if t else 0.0 for n, t in zip(reached, tested, strict=True)
-            ],
+            conditional_acceptance_rate_per_position=[n / t for n, t in zip(reached, tested, strict=True) if t],
             acceptance_histogram=[sum(r.accepted == n for r in drafted) for n in range(longest + 1)] if drafted else [],
         )
 
