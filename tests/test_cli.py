@@ -277,6 +277,19 @@ def test_bench_writes_the_file_before_it_fails(monkeypatch: pytest.MonkeyPatch, 
     assert "no network" in run("bench", "--smoke").stdout
 
 
+def test_an_interrupted_bench_leaves_files_as_they_were(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def interrupted(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("specdec.cli.bench.run_smoke", interrupted)
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    old.write_text("{}", encoding="utf-8")
+    for file in (old, new):
+        assert run("bench", "--smoke", "--out", str(file)).exit_code == 130
+    assert old.read_text(encoding="utf-8") == "{}"
+    assert not new.exists()
+
+
 def test_bench_refuses_bad_input(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("", encoding="utf-8")
     assert "cannot write" in refused("bench", "--smoke", "--out", str(tmp_path / "file" / "out.json"))

@@ -45,10 +45,13 @@ def bench(
 
 def _check_writable(path: Path) -> None:
     """Fail before minutes of work, not after. Raises SpecdecError."""
+    existed = path.exists()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8"):
             pass
+        if not existed:
+            path.unlink()  # an interrupted run leaves nothing behind
     except OSError as error:
         raise SpecdecError(f"cannot write {path}: {error.strerror}") from error
 

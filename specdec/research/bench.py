@@ -79,7 +79,7 @@ def smollm2_suite(quick: bool = False) -> Suite:
         prompts += shortest[: 1 if quick else count]
     return Suite(
         "smollm2-135m", PairConfig(str(folder), dtype="float32"), ("prompt-lookup:ngram_min=2",), tuple(prompts),
-        max_new_tokens=32 if quick else 80, repeats=1 if quick else 3, chat=True,
+        max_new_tokens=32 if quick else 64, repeats=1 if quick else 3, chat=True,
     )  # fmt: skip
 
 
@@ -88,7 +88,7 @@ def embedded_suite(quick: bool = False) -> Suite:
     prompts = held_out_prompts()
     return Suite(
         "embedded-pair", replace(DEMO.pair, dtype="float32", draft_dtype="float32"), tuple(DEMO.strategies or ()),
-        tuple(prompts[: 2 if quick else 5]), max_new_tokens=24 if quick else 96, repeats=2 if quick else 3,
+        tuple(prompts[: 2 if quick else 4]), max_new_tokens=24 if quick else 80, repeats=2 if quick else 3,
     )  # fmt: skip
 
 
