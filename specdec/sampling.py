@@ -192,7 +192,9 @@ def build_sampling(
 
     def processors(sample: bool, names: Sequence[str], prompt_len: int, max_new: int, **extra: Any) -> list[Any]:
         chosen = {name: active.get(name, _NEUTRAL.get(name)) for name in (*_NEUTRAL, *names) if name in names}
-        neutral = {name: value for name, value in _NEUTRAL.items() if name not in chosen}
+        # Greedy configs are left without warper fields: transformers does not read them there, but warns about them.
+        unused = set(chosen) | (set() if sample else set(WARPER_FIELDS))
+        neutral = {name: value for name, value in _NEUTRAL.items() if name not in unused}
         config = GenerationConfig(do_sample=sample, max_length=prompt_len + max_new, **neutral, **chosen)
         config._eos_token_tensor = torch.tensor(list(eos), device=device) if eos else None
         return GenerationMixin._get_logits_processor(

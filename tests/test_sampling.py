@@ -346,6 +346,13 @@ def test_greedy_text_with_processors_equals_transformers_and_plain(name: str) ->
         assert out.token_ids[0] == theirs, strategies
 
 
+def test_processors_come_without_a_warning_from_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("transformers.generation.configuration_utils.logger.warning_once", said.append)
+    _decoder().generate(PROMPT, max_new_tokens=4, repetition_penalty=1.3, temperature=0.8, top_k=9)
+    assert said == []
+
+
 class _Witness(hf.LogitsProcessor):
     """Changes nothing; remembers every text it is shown."""
 
