@@ -30,16 +30,17 @@ CHAINS: dict[str, list[Any]] = {
     "draft-model 3": [DraftModel(n_max=3)],
     "draft-model 5": [DraftModel(n_max=5)],
     "draft-model 8": [DraftModel(n_max=8)],
-    "p_min": [DraftModel(n_max=6, p_min=0.4)],
-    "p_min, n_min": [DraftModel(n_max=6, p_min=0.4, n_min=2)],
+    "p_min": [DraftModel(n_max=6, p_min=0.12)],
+    "p_min, n_min": [DraftModel(n_max=6, p_min=0.12, n_min=2)],
     "llama-classic": [DraftModel(preset="llama-classic")],
+    "llama-classic, p_min 0.2": [DraftModel(preset="llama-classic", p_min=0.2)],
     "llama-2026": [DraftModel(preset="llama-2026")],
     "prompt-lookup": ["prompt-lookup"],
     "prompt-lookup long": [PromptLookup(n_max=20, ngram_max=2)],
     "ngram-simple": [NgramSimple(size_n=1, size_m=4)],
     "ngram-simple long": [NgramSimple(size_n=2, size_m=12)],
     "lookup, draft": ["prompt-lookup", DraftModel(n_max=4)],
-    "draft p_min, lookup": [DraftModel(n_max=4, p_min=0.9), "prompt-lookup"],
+    "draft p_min, lookup": [DraftModel(n_max=4, p_min=0.15), "prompt-lookup"],
     "three": [NgramSimple(size_n=3, size_m=6), PromptLookup(ngram_min=2), DraftModel(n_max=2)],
 }
 
@@ -87,7 +88,10 @@ def test_greedy_text_does_not_depend_on_the_strategy(kind: str, chain: str) -> N
     check_counts(out)
 
 
-@pytest.mark.parametrize("chain", ["draft-model 5", "prompt-lookup long", "ngram-simple", "ngram-simple long"])
+@pytest.mark.parametrize(
+    "chain",
+    ["draft-model 5", "p_min", "llama-classic, p_min 0.2", "prompt-lookup long", "ngram-simple", "ngram-simple long"],
+)
 def test_strategies_really_save_passes(chain: str) -> None:
     """Guards the tests above: a chain that never has a draft accepted would pass them all."""
     out = pair("looping").generate(PROMPTS, NEW, strategies=CHAINS[chain])

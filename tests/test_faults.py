@@ -18,7 +18,7 @@ PROMPTS = [random_ids(5, 1), quoting_ids(19, 2), random_ids(2, 3), random_ids(9,
 STRATEGIES: dict[str, list[Any]] = {
     "plain": [],
     "draft-model": [DraftModel(n_max=8)],
-    "p_min": [DraftModel(n_max=8, p_min=0.3)],
+    "p_min": [DraftModel(n_max=8, p_min=0.12)],
     "prompt-lookup": [PromptLookup(n_max=8)],
     "ngram-simple": [NgramSimple(size_n=1, size_m=8)],
     "chain": [NgramSimple(size_n=2, size_m=4), "prompt-lookup", DraftModel(n_max=3)],
