@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -88,6 +88,21 @@ def cell(tokens: Sequence[Sequence[int]], vocab: int) -> np.ndarray:
     return (ids[:, 0] * vocab + ids[:, 1]) * vocab + ids[:, 2]
 
 
+def chi_square(observed: np.ndarray, expected: np.ndarray) -> np.ndarray:
+    """Observed [..., bins], expected [bins] -> [...]."""
+    return np.asarray(((observed - expected) ** 2 / expected).sum(axis=-1))
+
+
+@cache
+def _critical(expected: tuple[float, ...], n: int, tests: int) -> float:
+    rng = np.random.default_rng(20240229)
+    means = np.asarray(expected)
+    p = means / means.sum()
+    size = max(SIMULATIONS, int(10 * tests / LEVEL))
+    exact = [chi_square(rng.multinomial(n, p, size=1000), means) for _ in range(-(-size // 1000))]
+    return float(np.quantile(np.concatenate(exact), 1 - LEVEL / tests))
+
+
 @dataclass(frozen=True)
 class Fit:
     """Counts [C] against a law [C]: Pearson's chi-square with thin cells pooled, and where it becomes too large.
@@ -124,15 +139,11 @@ class Fit:
         """Samples expected per bin."""
         return np.bincount(self.bins, weights=self.law) * self.n
 
-    def _statistic(self, observed: np.ndarray) -> np.ndarray:
-        """Observed [..., bins] -> chi-square [...]."""
-        return np.asarray(((observed - self.expected) ** 2 / np.maximum(self.expected, 1e-300)).sum(axis=-1))
-
     @cached_property
     def statistic(self) -> float:
         if self.counts[self.law == 0].any():
             return float("inf")
-        return float(self._statistic(np.bincount(self.bins, weights=self.counts)))
+        return float(chi_square(np.bincount(self.bins, weights=self.counts), self.expected))
 
     @cached_property
     def distance(self) -> float:
@@ -142,11 +153,7 @@ class Fit:
     @cached_property
     def critical(self) -> float:
         """The 99.9 % quantile of the statistic over exact samples of the same size, corrected for `tests`."""
-        rng = np.random.default_rng(20240229)
-        size = max(SIMULATIONS, int(10 * self.tests / LEVEL))
-        p = self.expected / self.expected.sum()
-        exact = [self._statistic(rng.multinomial(self.n, p, size=1000)) for _ in range(-(-size // 1000))]
-        return float(np.quantile(np.concatenate(exact), 1 - LEVEL / self.tests))
+        return _critical(tuple(self.expected), self.n, self.tests)
 
     @property
     def holds(self) -> bool:

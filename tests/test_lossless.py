@@ -1,0 +1,249 @@
+"""Losslessness: samples follow the target's law, which is enumerated exactly, and wrong rules and drafters do not.
+
+Every case draws the first three tokens 20,000 times. The negative controls draw fewer, so that they are rejected for
+less evidence than the right implementation is given to fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from specdec import SpeculativeDecoder
+from specdec.acceptance import AcceptanceRule
+from specdec.drafters import DraftModel, NgramSimple, PromptLookup
+from specdec.result import Generation
+from specdec.runner import Shapes
+from tests.helpers.broken import BROKEN_RULES, FAULTS, SampledDrafter
+from tests.helpers.laws import Fit, cell, fit, small_model, three_token_law
+
+V = 13
+PROMPT = [5, 7, 5, 7, 5]  # repeats, so that prompt lookup drafts from the first round on
+SAMPLES, CONTROL_SAMPLES, BATCH = 20_000, 3_000, 2_000
+LOOKUP_THEN_MODEL = (PromptLookup(n_max=2), DraftModel(n_max=2))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Passes of a tiny model are faster on one thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def _decoder(draft: Any = None) -> SpeculativeDecoder:
+    return SpeculativeDecoder(small_model(3, V), draft, strategies=[], check=False)
+
+
+def _sample(draft: Any, strategies: Any, n: int, **options: Any) -> Generation:
+    """n samples of three tokens. The prompt is prefilled once and kept, not once a sample."""
+    options = {"temperature": 0.8, "max_new_tokens": 3, **options}
+    decoder = _decoder(draft)
+    decoder.generate(PROMPT, keep_state=True, **{**options, "max_new_tokens": 1})
+    return decoder.generate(
+        PROMPT, strategies=list(strategies), num_return_sequences=n, batch_size=BATCH, keep_state=True, **options
+    )
+
+
+def _fit(out: Generation, temperature: float = 0.8, **law: float) -> Fit:
+    return fit(cell(out.token_ids, V), three_token_law(small_model(3, V), PROMPT, temperature, **law))
+
+
+@dataclass(frozen=True)
+class Case:
+    """acceptance, strategies; draft: the draft model's (seed, vocabulary); cuts: sampling options."""
+
+    acceptance: str
+    strategies: tuple[Any, ...]
+    draft: tuple[int, int] | None = (1, V)
+    cuts: dict[str, float] = field(default_factory=dict)
+    seed: int = 0
+
+
+CASES = {
+    "match, model": Case("match", (DraftModel(n_max=2),), (4, V)),
+    "match, lookup": Case("match", (PromptLookup(n_max=2),), None),
+    "match, lookup then model": Case("match", LOOKUP_THEN_MODEL, cuts={"top_p": 0.9}),
+    "leviathan, model": Case("leviathan", (DraftModel(n_max=2),)),
+    "leviathan, model, min_p": Case("leviathan", (DraftModel(n_max=2),), cuts={"min_p": 0.15}),
+    "leviathan, draft of a smaller vocabulary, top_k": Case(
+        "leviathan", (DraftModel(n_max=2),), (1, V - 4), cuts={"top_k": 6}
+    ),
+    "leviathan, draft of a larger vocabulary, top_p": Case(
+        "leviathan", (DraftModel(n_max=2),), (1, V + 4), cuts={"top_p": 0.85}
+    ),
+    "leviathan, lookup": Case("leviathan", (PromptLookup(n_max=2),), None),
+    "leviathan, lookup then model": Case("leviathan", LOOKUP_THEN_MODEL),
+    "leviathan, model with p_min then lookup": Case(
+        "leviathan", (DraftModel(n_max=2, p_min=0.22), PromptLookup(n_max=2))
+    ),
+    "leviathan, p_min and n_min": Case("leviathan", (DraftModel(n_max=2, n_min=1, p_min=0.3),)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_the_first_three_tokens_follow_the_targets_law(name: str) -> None:
+    case = CASES[name]
+    draft = small_model(*case.draft) if case.draft else None
+    out = _sample(draft, case.strategies, SAMPLES, acceptance=case.acceptance, seed=case.seed, **case.cuts)
+    result = _fit(out, **case.cuts)
+    print(f"{name}: {result}")
+    assert result.holds, str(result)
+    for label, tally in out.stats.to_dict()["strategies"].items():  # every strategy was really put to the test
+        assert 0.05 < tally["accepted_tokens"] / tally["draft_tokens"] < 0.95, label
+        assert tally["draft_tokens"] > SAMPLES / 10, label
+
+
+@pytest.mark.slow
+def test_draft_equal_to_the_target_follows_the_targets_law_and_always_stands() -> None:
+    target = small_model(3, V)
+    out = _sample(target, [DraftModel(n_max=2)], SAMPLES, acceptance="leviathan")
+    result = _fit(out)
+    print(result)
+    assert result.holds, str(result)
+    assert out.stats.accepted_tokens >= out.stats.draft_tokens - 2  # passes of other shapes differ by 1e-6
+
+
+@pytest.mark.slow
+def test_drafts_verified_in_chunks_follow_the_targets_law(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two fed tokens a pass: a draft of four goes over three passes, its q with it."""
+    chunked = Shapes((*range(1, 18),), 2, 32)
+    monkeypatch.setattr(Shapes, "choose", staticmethod(lambda *_: chunked))
+    out = _sample(small_model(1, V), [DraftModel(n_max=4)], SAMPLES // 2, acceptance="leviathan", max_new_tokens=5)
+    result = _fit(out)
+    print(result)
+    assert result.holds, str(result)
+    assert out.stats.verify_passes > 3 * SAMPLES / 2 / BATCH
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("acceptance", ["match", "leviathan"])
+def test_penalties_apply_to_the_accepted_text_in_the_sampled_law(acceptance: str) -> None:
+    options = {"repetition_penalty": 1.8}
+    out = _sample(small_model(1, V), LOOKUP_THEN_MODEL, CONTROL_SAMPLES, acceptance=acceptance, **options)
+    assert _fit(out, **options).holds, str(_fit(out, **options))
+    assert not _fit(out).holds  # without the penalty in the law, this sample is not the law's
+
+
+# -- negative controls: the test above must reject each of these -----------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BROKEN_RULES)
+def test_a_broken_rule_is_rejected(name: str) -> None:
+    result = _control([DraftModel(n_max=2)], BROKEN_RULES[name])
+    assert not result.holds, str(result)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_broken_drafter_is_rejected(fault: str) -> None:
+    vocab = V + 4 if fault == "cuts-outside-vocabulary" else V
+    result = _control([SampledDrafter(small_model(1, vocab), V, fault)])
+    assert not result.holds, str(result)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("vocab", [V, V + 4])
+def test_the_controls_drafter_is_lossless_without_its_fault(vocab: int) -> None:
+    result = _control([SampledDrafter(small_model(1, vocab), V)])
+    assert result.holds, str(result)
+
+
+def _control(strategies: Any, rule: AcceptanceRule | str = "leviathan") -> Fit:
+    result = _fit(_sample(small_model(1, V), strategies, CONTROL_SAMPLES, acceptance=rule))
+    print(result)
+    return result
+
+
+def test_the_statistic_accepts_exact_samples_and_rejects_a_law_five_percent_off() -> None:
+    import numpy as np
+
+    law = three_token_law(small_model(3, V), PROMPT, 0.8)
+    other = three_token_law(small_model(1, V), PROMPT, 0.8)
+    rng = np.random.default_rng(3)
+    assert fit(rng.choice(V**3, SAMPLES, p=law), law).holds
+    mixed = fit(rng.choice(V**3, SAMPLES, p=0.93 * law + 0.07 * other), law)  # this far off: TV about 0.05
+    assert not mixed.holds
+    top = three_token_law(small_model(3, V), PROMPT, 0.8, top_k=3)
+    outside = int(np.flatnonzero(top == 0)[0])
+    assert not fit(np.append(rng.choice(V**3, SAMPLES, p=top), outside), top).holds
+
+
+# -- one seed, one text ----------------------------------------------------------------------------------------------
+
+PROMPTS = [[5, 7, 5, 7, 5], [1], [2, 3, 4, 2, 3], [9, 9, 9], [0, 12, 6, 3, 8, 1, 0, 12], [4, 4]]
+DRAFTERS = {
+    "model": [DraftModel()],
+    "model with p_min": [DraftModel(n_max=6, p_min=0.25, n_min=2)],
+    "lookup": [PromptLookup()],
+    "ngram": [NgramSimple(size_n=1, size_m=4)],
+    "lookup then model": [PromptLookup(ngram_min=2), DraftModel(n_max=3)],
+    "a drafter that claims q": [SampledDrafter(small_model(2, V), V)],
+}
+
+
+@pytest.mark.parametrize("cuts", [{}, {"top_k": 6, "top_p": 0.9}], ids=["plain", "cut"])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_match_gives_plain_decodings_text_whatever_the_drafter(name: str, cuts: dict[str, Any]) -> None:
+    options = {"acceptance": "match", "temperature": 0.9, "seed": 11, "max_new_tokens": 30, **cuts}
+    decoder = _decoder(small_model(4, V))
+    plain = decoder.generate(PROMPTS, strategies=[], **options)
+    out = decoder.generate(PROMPTS, strategies=DRAFTERS[name], **options)
+    assert out.token_ids == plain.token_ids
+    assert out.stats.accepted_tokens > 0
+    assert decoder.generate(PROMPTS, strategies=[], **{**options, "acceptance": "leviathan"}).token_ids == (
+        plain.token_ids
+    )
+
+
+@pytest.mark.parametrize("acceptance", ["match", "leviathan"])
+def test_a_row_does_not_depend_on_neighbours_batch_size_or_order(acceptance: str) -> None:
+    decoder = _decoder(small_model(1, V))
+    seeds = [3, 3, -1, 2**70, 0, 5]
+
+    def run(order: list[int], batch: int) -> dict[int, list[int]]:
+        out = decoder.generate(
+            [PROMPTS[i] for i in order], strategies=LOOKUP_THEN_MODEL, acceptance=acceptance, temperature=0.8,
+            seed=[seeds[i] for i in order], batch_size=batch, max_new_tokens=24,
+        )  # fmt: skip
+        return dict(zip(order, out.token_ids, strict=True))
+
+    expected = run(list(range(6)), 6)
+    for order, batch in (([5, 4, 3, 2, 1, 0], 6), ([2, 0, 5, 1, 4, 3], 2), ([3, 1], 2)):
+        got = run(order, batch)
+        assert got == {i: expected[i] for i in order}
+    for i in range(6):
+        alone = decoder.generate(
+            PROMPTS[i], strategies=LOOKUP_THEN_MODEL, acceptance=acceptance, temperature=0.8, seed=seeds[i],
+            max_new_tokens=24,
+        )  # fmt: skip
+        assert alone.token_ids[0] == expected[i]
+
+
+@pytest.mark.parametrize("acceptance", ["match", "leviathan"])
+def test_seeds_repeat_and_differ_as_documented(acceptance: str) -> None:
+    decoder = _decoder(small_model(1, V))
+
+    def run(prompts: Any, **options: Any) -> Generation:
+        return decoder.generate(
+            prompts, strategies=[DraftModel()], acceptance=acceptance, temperature=0.8, max_new_tokens=20, **options
+        )
+
+    same = [PROMPT] * 5
+    first = run(same, seed=4).token_ids
+    assert run(same, seed=4).token_ids == first
+    assert run(same, seed=5).token_ids != first
+    assert len({tuple(row) for row in first}) == 5  # row i is keyed (s, i)
+    assert run(same[:3], seed=4).token_ids == first[:3]
+    assert run(PROMPT, seed=4, num_return_sequences=5).token_ids == first
+    unseeded = run(same, seed=None)
+    again = run(same, seed=None)
+    assert len({tuple(row) for row in unseeded.token_ids + again.token_ids}) == 10
+    assert run(same, seed=unseeded.provenance["seed"]).token_ids == unseeded.token_ids
