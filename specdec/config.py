@@ -10,6 +10,7 @@ import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -39,6 +40,10 @@ UNSET: Any = _Unset()
 
 # Fields of transformers' GenerationConfig that are passed to its processors under their own names.
 PROCESSOR_FIELDS = tuple(name for name in (*TEXT_FIELDS, *WARPER_FIELDS))
+_ID_FIELDS = (
+    "bad_words_ids", "sequence_bias", "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens",
+    "begin_suppress_tokens",
+)  # fmt: skip
 _REFUSED = {
     "num_beams": "beam search is not supported: speculative decoding verifies one continuation a row",
     "num_beam_groups": "beam search is not supported: speculative decoding verifies one continuation a row",
@@ -136,7 +141,7 @@ class GenerationSettings:
     def _check_seed(self) -> None:
         seeds = self.seed if isinstance(self.seed, (list, tuple)) else [self.seed]
         for seed in seeds:
-            if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
+            if seed is not None and (not isinstance(seed, Integral) or isinstance(seed, bool)):
                 raise SpecdecError(f"seed must be an int, a list of ints or None, got {seed!r}")
 
     def _check_processors(self) -> None:
@@ -150,6 +155,16 @@ class GenerationSettings:
             for value in as_list(getattr(self, name)):
                 if not callable(value):
                     raise SpecdecError(f"{name} must be callable, got {value!r}")
+
+    def check_ids(self, vocab_size: int) -> None:
+        """Raise SpecdecError for a token id among the options that the target does not have."""
+        named = {name: self.processors.get(name) for name in _ID_FIELDS}
+        if self.eos_token_id is not UNSET:
+            named["eos_token_id"] = self.eos_token_id
+        for name, value in named.items():
+            for token in _ids(value, name):
+                if not 0 <= token < vocab_size:
+                    raise SpecdecError(f"{name}: token id {token} is outside the target's vocabulary of {vocab_size}")
 
     @property
     def stops(self) -> list[Any]:
@@ -263,8 +278,24 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> SpecdecError:
     """The error for a name that does not exist, with the nearest one that does."""
     known = list(known)
     near = difflib.get_close_matches(name, known, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
+    listed = ", ".join(known[:12]) + (", ..." if len(known) > 12 else "")
+    hint = f"; did you mean {near[0]!r}?" if near else f"; known: {listed}"
     return SpecdecError(f"unknown {kind} {name!r}{hint}")
+
+
+def _ids(value: Any, name: str) -> list[int]:
+    """Every token id in a processor field, however nested; of a sequence bias only the ids, not the biases."""
+    if value is None or isinstance(value, bool):
+        return []
+    if isinstance(value, Integral):
+        return [int(value)]
+    if isinstance(value, Mapping):
+        value = list(value)
+    elif name == "sequence_bias" and isinstance(value, (list, tuple)):
+        value = [pair[0] for pair in value if isinstance(pair, (list, tuple)) and pair]
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [token for part in value for token in _ids(part, "")]
+    raise SpecdecError(f"{name or 'token ids'}: expected token ids, got {value!r}")
 
 
 def as_list(value: Any) -> list[Any]:

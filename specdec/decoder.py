@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from specdec.drafters.chain import Chain, build_chain, upstream_order
 from specdec.engine import Engine
 from specdec.errors import SpecdecError
 from specdec.kv_cache import KeptRows
-from specdec.loading import LoadedPair, check_model_kind, check_modules, self_test
+from specdec.loading import LoadedPair, check_is_model, check_model_kind, check_modules, self_test
 from specdec.prompts import TextStream, encode_prompts
 from specdec.provenance import WeightHash, device_name, hash_ids, versions
 from specdec.result import Generation, Round
@@ -55,7 +56,8 @@ class SpeculativeDecoder:
         check_exact(exact)
         self.strategies = make_drafters(strategies, draft_model is not None)
         for model, role in ((target_model, "target"), (draft_model, "draft")):
-            if model is not None:
+            if model is not None or role == "target":
+                check_is_model(model, role)
                 check_model_kind(model.config, role)
         translate = any(getattr(d, "translate", False) for d in self.strategies)
         self.report = check_modules(target_model, draft_model, tokenizer, draft_tokenizer, translate)
@@ -72,10 +74,14 @@ class SpeculativeDecoder:
                 self_test(runner, role)
 
     @classmethod
-    def from_pretrained(cls, target: str, draft: str | None = None, strategies: Any = None, **options: Any) -> Any:
+    def from_pretrained(
+        cls, target: str | Path, draft: str | Path | None = None, strategies: Any = None, **options: Any
+    ) -> SpeculativeDecoder:
         """Load a pair by hub id, folder or GGUF file; options are those of `specdec.load_pair` and of this class."""
         own = {name: options.pop(name) for name in ("exact", "check") if name in options}
+        check_exact(own.get("exact", "auto"))
         drafters = make_drafters(strategies, draft is not None)
+        check_draft(drafters, draft)
         translate = any(getattr(d, "translate", False) for d in drafters)
         pair = LoadedPair.load(target, draft, translate=translate, **options)
         attention = options.get("attn_implementation")
@@ -160,8 +166,7 @@ class SpeculativeDecoder:
     def _call(self, prompts: Any, strategies: Any, **options: Any) -> Call:
         settings = GenerationSettings.parse(options)
         drafters = self.strategies if strategies is UNSET else make_drafters(strategies, self.draft is not None)
-        if any(d.name == "draft-model" for d in drafters) and self.draft is None:
-            raise SpecdecError("strategy 'draft-model' needs a draft model: pass draft=... when the decoder is built")
+        check_draft(drafters, self.draft)
         if settings.order == "upstream":
             drafters = upstream_order(drafters)
         encoded = encode_prompts(prompts, self.tokenizer, self.target.vocab_size, self.target.context)
@@ -182,6 +187,12 @@ class SpeculativeDecoder:
         return bool(choice)
 
 
+def check_draft(drafters: Sequence[Any], draft: Any) -> None:
+    """Raise SpecdecError for a chain that needs a draft model where there is none."""
+    if draft is None and any(d.name == "draft-model" for d in drafters):
+        raise SpecdecError("strategy 'draft-model' needs a draft model: pass draft=... when the decoder is built")
+
+
 class Call:
     """One generation call: its rows, and while it is entered, its engine."""
 
@@ -194,15 +205,20 @@ class Call:
         self.exact = decoder.resolve_exact(settings.exact)
         self.settings = settings = replace(settings, seed=_fresh_seed(settings.seed))
         stops = self._stop_rules()
-        self.sampling = build_sampling(
-            decoder.target.model, settings.fields, settings.temperature, sorted(stops.eos),
-            as_list(settings.logits_processor), settings.prefix_allowed_tokens_fn, decoder.target.device,
-        )  # fmt: skip
         keys = _row_keys(settings, len(prompts))
         n = settings.num_return_sequences
         self.rows = [Row(i, list(prompts[i // n]), key, stops) for i, key in enumerate(keys)]
-        if self.sampling.row_processors is not None and self.rows:
-            self.sampling.row_processors(len(self.rows[0].prompt), settings.max_new_tokens)  # bad values fail now
+        settings.check_ids(decoder.target.vocab_size)
+        try:
+            self.sampling = build_sampling(
+                decoder.target.model, settings.fields, settings.temperature, sorted(stops.eos),
+                as_list(settings.logits_processor), settings.prefix_allowed_tokens_fn, decoder.target.device,
+            )  # fmt: skip
+            if self.sampling.row_processors is not None and self.rows:
+                self.sampling.row_processors(len(self.rows[0].prompt), settings.max_new_tokens)  # bad values fail now
+        except (ValueError, TypeError, IndexError, RuntimeError) as error:
+            names = ", ".join(settings.processors) or "the sampling options"
+            raise SpecdecError(f"transformers refuses {names}: {error}") from error
         self.batch = min(settings.batch_size or DEFAULT_BATCH, max(1, len(self.rows)))
         self.capacity = max((len(row.ids) - 1 for row in self.rows), default=1)
 
@@ -315,8 +331,8 @@ _NOTHING = torch.zeros(0, dtype=torch.int64).numpy()
 
 def _fresh_seed(seed: Any) -> Any:
     if isinstance(seed, (list, tuple)):
-        return [secrets.randbits(63) if s is None else s for s in seed]
-    return secrets.randbits(63) if seed is None else seed
+        return [_fresh_seed(s) for s in seed]
+    return secrets.randbits(63) if seed is None else int(seed)
 
 
 def _row_keys(settings: GenerationSettings, n_prompts: int) -> list[int]:

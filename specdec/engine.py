@@ -208,6 +208,9 @@ class Engine:
         width = scores.shape[1]
         q = torch.zeros_like(scores)
         for b, law in claims.items():
+            if law.shape[-1] != q.shape[-1]:
+                wide, name = law.shape[-1], drafts[b].drafter
+                raise SpecdecError(f"strategy {name!r} gave a q over {wide} ids, the target has {q.shape[-1]}")
             q[b, : min(width, len(law))] = law[:width].to(scores.device, non_blocking=True)
         has_q = to_device([b in claims for b in range(self.batch)], scores.device, torch.bool)
         return q, has_q, len(claims) == sum(len(d) > 0 for d in drafts.values())

@@ -38,6 +38,10 @@ class Source:
     def parse(text: str | Path) -> Source:
         """A hub id, a folder, a GGUF file, or the embedded `demo-target` / `demo-draft`. Raises SpecdecError for a
         local path that does not exist."""
+        if not isinstance(text, (str, Path)) or not str(text):
+            raise SpecdecError(
+                f"expected a hub id, a folder or a GGUF file, got {type(text).__name__}: models in hand go to the class"
+            )
         name = str(text)
         if name in EMBEDDED:
             return Source(str(EMBEDDED[name]()))
@@ -230,6 +234,14 @@ def _bad_dtype(name: str) -> Any:
     raise SpecdecError(f"unknown dtype {name!r}: float32, bfloat16 and float16 are known")
 
 
+def check_is_model(model: Any, role: str) -> None:
+    """Raise SpecdecError for a name or anything else in the place of a model."""
+    if not hasattr(model, "config") or not callable(getattr(model, "forward", None)):
+        raise SpecdecError(
+            f"the {role} must be a transformers model, got {model!r:.60}: names and folders go to from_pretrained"
+        )
+
+
 def check_model_kind(config: Any, role: str) -> None:
     """Refuse by name what the engine cannot run. Raises SpecdecError."""
     kind = getattr(config, "model_type", type(config).__name__)
@@ -306,6 +318,6 @@ def self_test(runner: Runner, role: str) -> None:
 
 
 __all__ = [
-    "LoadedPair", "Source", "check_model_kind", "check_modules", "context_length", "inspect_pair", "load_pair",
-    "self_test",
+    "LoadedPair", "Source", "check_is_model", "check_model_kind", "check_modules", "context_length", "inspect_pair",
+    "load_pair", "self_test",
 ]  # fmt: skip

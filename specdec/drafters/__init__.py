@@ -31,7 +31,7 @@ def make_drafters(strategies: Any, has_draft: bool) -> list[Any]:
     if strategies is None:
         strategies = ["draft-model" if has_draft else "prompt-lookup"]
     if isinstance(strategies, str):
-        strategies = [part.strip() for part in strategies.split(",") if part.strip()]
+        strategies = [part.strip() for part in strategies.split(",") if part.strip() not in ("", "none")]
     if not isinstance(strategies, Sequence):
         strategies = [strategies]
     return [_make(entry) for entry in strategies]

@@ -14,9 +14,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
+from torch import Tensor
+
 from specdec.drafters.base import Draft, DraftContext, Drafter, DraftRequest, Tokens
+from specdec.errors import SpecdecError
 from specdec.runner import HostReader, PassOutput
 
 UPSTREAM_ORDER = (
@@ -84,7 +88,7 @@ class Chain:
                 break
             counters = self.counters[label]
             started = time.perf_counter()
-            proposed = drafter.draft([requests[i] for i in waiting])
+            proposed = _checked(label, drafter.draft([requests[i] for i in waiting]), len(waiting))
             counters.n_call_draft += 1
             if index + 1 < len(self.drafters):
                 proposed = self._resolve(proposed)
@@ -147,6 +151,27 @@ class Chain:
         for drafter in self.drafters:
             if hasattr(drafter, "close"):
                 drafter.close()
+
+
+def _checked(label: str, proposed: Any, expected: int) -> Sequence[Draft]:
+    """What a strategy returned, if it has the form that the protocol asks for. Raises SpecdecError."""
+    if not isinstance(proposed, Sequence) or len(proposed) != expected:
+        got = f"{len(proposed)} drafts" if isinstance(proposed, Sequence) else type(proposed).__name__
+        raise SpecdecError(f"strategy {label!r} returned {got} for {expected} requests")
+    for draft in proposed:
+        if not isinstance(draft, Draft):
+            raise SpecdecError(f"strategy {label!r} returned {type(draft).__name__} where a Draft belongs")
+        tokens = draft.tokens
+        if isinstance(tokens, Tensor):
+            sound = tokens.dim() == 1 and not tokens.is_floating_point()
+        else:
+            sound = all(isinstance(t, Integral) for t in tokens)
+        if not sound:
+            raise SpecdecError(f"strategy {label!r} proposed something other than a row of token ids")
+        if draft.q is not None and (draft.q.dim() != 2 or len(draft.q) != len(tokens)):
+            shape = tuple(draft.q.shape)
+            raise SpecdecError(f"strategy {label!r} proposed {len(tokens)} tokens with a q of shape {shape}")
+    return proposed
 
 
 def _labels(drafters: Sequence[Drafter]) -> list[str]:

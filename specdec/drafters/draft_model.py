@@ -72,6 +72,11 @@ class DraftModel(BaseDrafter):
         check_number("draft-model: p_split", self.p_split, 0.0, 1.0)
         if self.top_n is not None:
             check_whole("draft-model: top_n", self.top_n, 1)
+        texts = self.replacements.items() if isinstance(self.replacements, Mapping) else [(self.replacements, None)]
+        if not all(isinstance(a, str) and a and isinstance(b, str) for a, b in texts):
+            raise SpecdecError(f"draft-model: replacements must map non-empty text to text, got {self.replacements!r}")
+        if self.replacements and not self.translate:
+            raise SpecdecError("draft-model: replacements have no effect without translate=True")
         if (self.n_min or 0) > (self.n_max or 0):
             raise SpecdecError(f"draft-model needs n_min <= n_max, got n_min={self.n_min}, n_max={self.n_max}")
 
