@@ -21,7 +21,7 @@ def plain(model, ids: list[int]) -> torch.Tensor:  # type: ignore[no-untyped-def
 @pytest.mark.parametrize("implementation", [None, "sdpa", "eager"])
 def test_a_ragged_pass_equals_a_plain_forward_of_each_row(kind: str, implementation: str | None) -> None:
     model = tiny_model(kind)
-    if implementation == "sdpa" and not model._supports_sdpa or kind == "gemma2" and implementation == "sdpa":
+    if implementation == "sdpa" and (kind == "gemma2" or not model._supports_sdpa):
         pytest.skip(f"{kind} has no SDPA path that keeps its soft cap")
     runner = Runner(model, implementation)
     texts = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7], [2, 7, 1, 8, 2], [9]]
