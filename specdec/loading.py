@@ -162,7 +162,7 @@ class _Plan:
             quantization = _dequantize(str(name))
         if quantization is not None:
             extra["quantization_config"] = quantization
-        facts = ModelFacts.from_config(role, str(source), config, chosen, str(device))
+        facts = ModelFacts.from_config(role, str(name), config, chosen, str(device))
         return _Plan(source, common, config, device, chosen, extra, facts)
 
     def tokenizer(self) -> Any:
