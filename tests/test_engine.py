@@ -23,7 +23,7 @@ from tests.helpers.playing import (
 from tests.helpers.tiny import SLIDING_WINDOW, TINY_KINDS, tiny_model
 from tests.oracle import oracle_greedy
 
-NEW = 28
+NEW = 24
 PROMPTS = [random_ids(5, 1), quoting_ids(19, 2), random_ids(2, 3)]
 CHAINS: dict[str, list[Any]] = {
     "draft-model 1": [DraftModel(n_max=1)],
@@ -79,8 +79,14 @@ def test_plain_decoding_equals_the_oracle_and_transformers(kind: str) -> None:
     check_counts(out)
 
 
-@pytest.mark.parametrize("chain", CHAINS)
-@pytest.mark.parametrize("kind", [*TINY_KINDS, "looping"])
+FULLY = ("llama", "qwen2", "gemma3", "mixtral", "looping")
+BRIEFLY = ("p_min", "lookup, draft")
+
+
+@pytest.mark.parametrize(
+    ("kind", "chain"),
+    [(k, c) for k in FULLY for c in CHAINS] + [(k, c) for k in TINY_KINDS if k not in FULLY for c in BRIEFLY],
+)
 def test_greedy_text_does_not_depend_on_the_strategy(kind: str, chain: str) -> None:
     out = pair(kind).generate(PROMPTS, NEW, strategies=CHAINS[chain])
     assert out.token_ids == expected(kind)
@@ -114,7 +120,7 @@ def test_a_long_draft_is_verified_in_chunks(rule: str, exact: bool) -> None:
     check_counts(out)
 
 
-@pytest.mark.parametrize("length", [15, 16, 17, 18, 33, 34, 35, 40])
+@pytest.mark.parametrize("length", [16, 17, 18, 33, 34, 35])
 def test_a_draft_as_long_as_some_chunks_loses_nothing(length: int) -> None:
     prompts, texts = llama_texts(3, 45)
     full = [p + t for p, t in zip(prompts, texts, strict=True)]
@@ -124,9 +130,10 @@ def test_a_draft_as_long_as_some_chunks_loses_nothing(length: int) -> None:
     check_counts(out)
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("wrong_at", [0, 1, 7, 15, 16, 17, 18, 30, 33, 34, 39])
-def test_a_wrong_token_anywhere_in_a_draft_changes_nothing(wrong_at: int, rows: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "wrong_at"), [*((2, i) for i in (0, 1, 7, 15, 16, 17, 18, 33, 34, 39)), (1, 0), (1, 16)]
+)
+def test_a_wrong_token_anywhere_in_a_draft_changes_nothing(rows: int, wrong_at: int) -> None:
     prompts, texts = llama_texts(3, 45)
     full = [p + t for p, t in zip(prompts, texts, strict=True)]
     drafter = Scripted(right_until(full, 40, wrong_at))
@@ -189,7 +196,7 @@ def test_a_refilled_slot_forgets_its_last_row() -> None:
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager", "specdec_ragged"])
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma3", "mixtral", "mistral"])
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "mixtral"])
 def test_attention_implementations_give_the_same_text(kind: str, attention: str) -> None:
     model = tiny_model(kind)
     decoder = SpeculativeDecoder(model, weaker(model, 0.05), attn_implementation=attention)
@@ -214,14 +221,14 @@ def test_num_return_sequences_of_sampling_are_rows_of_their_own() -> None:
 
 @pytest.mark.parametrize("chain", ["draft-model 5", "prompt-lookup", "three"])
 def test_under_match_the_sampled_text_is_plains_text(chain: str) -> None:
-    prompts, _ = llama_texts(8, 10)
+    prompts = llama_texts(8, 16)[0][:6]
     options: dict[str, Any] = {"temperature": 0.7, "acceptance": "match", "seed": 3}
-    plain = pair("llama").generate(prompts, 20, strategies=[], **options)
-    assert pair("llama").generate(prompts, 20, strategies=CHAINS[chain], **options).token_ids == plain.token_ids
-    assert pair("llama").generate(prompts, 20, strategies=CHAINS[chain], batch_size=3, **options).token_ids == (
+    plain = pair("llama").generate(prompts, 12, strategies=[], **options)
+    assert pair("llama").generate(prompts, 12, strategies=CHAINS[chain], **options).token_ids == plain.token_ids
+    assert pair("llama").generate(prompts, 12, strategies=CHAINS[chain], batch_size=3, **options).token_ids == (
         plain.token_ids
     )
-    assert pair("llama").generate(prompts, 20, strategies=CHAINS[chain], exact=True, **options).token_ids == (
+    assert pair("llama").generate(prompts, 12, strategies=CHAINS[chain], exact=True, **options).token_ids == (
         plain.token_ids
     )
 

@@ -23,7 +23,7 @@ STRATEGIES: dict[str, list[Any]] = {
     "ngram-simple": [NgramSimple(size_n=1, size_m=8)],
     "chain": [NgramSimple(size_n=2, size_m=4), "prompt-lookup", DraftModel(n_max=3)],
 }
-N = 20
+N = 16
 
 
 @cache
@@ -83,7 +83,7 @@ def test_row_4_padded_vocabularies(difference: int, options: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("at", [0, 1, 4, 7, 8, 15])
+@pytest.mark.parametrize("at", [0, 4, 8, 15])
 def test_row_5_tokens_after_eos_inside_a_block(strategy: str, at: int) -> None:
     """Symptom: an accepted block runs past an EOS in its middle."""
     eos = {texts()[0][at], texts()[1][at]}
@@ -97,7 +97,7 @@ def test_row_5_tokens_after_eos_inside_a_block(strategy: str, at: int) -> None:
 
 
 @pytest.mark.parametrize("length", [8, 40])
-@pytest.mark.parametrize("at", range(0, 40, 3))
+@pytest.mark.parametrize("at", [0, 5, 7, 8, 15, 16, 17, 18, 34, 39])
 def test_row_5_eos_anywhere_in_a_right_draft(length: int, at: int) -> None:
     """Symptom: EOS as the last drafted token is followed by the bonus token; EOS in one chunk, the next still runs."""
     full = [p + t for p, t in zip(PROMPTS, texts(), strict=True)]
@@ -148,10 +148,10 @@ def test_row_7_special_ids_that_a_model_does_not_have(present: str | None) -> No
 
 
 @pytest.mark.parametrize("rule", ["match", "leviathan"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["draft-model", "chain"])
 def test_row_10_temperatures_towards_zero(strategy: str, rule: str) -> None:
     """Symptom: T -> 0 accepts tokens that are not the argmax, overflows, or yields NaN."""
-    for temperature in (1e-4, 1e-8, 1e-20, 1e-37, 1e-300):
+    for temperature in (1e-4, 1e-8, 1e-37, 1e-300):
         out = decoder().generate(
             PROMPTS, N, strategies=STRATEGIES[strategy], acceptance=rule, temperature=temperature, output_logprobs=True
         )
@@ -167,7 +167,7 @@ def test_row_10_temperatures_towards_zero(strategy: str, rule: str) -> None:
 def test_row_11_the_draft_is_the_target() -> None:
     """Symptom: where p equals q the residual is 0 / 0 and the text is NaN; here every draft must stand."""
     pair = SpeculativeDecoder(model(), model())
-    out = pair.generate([PROMPTS[0]] * 8, 100, temperature=0.7, strategies=[DraftModel(n_max=5)], output_logprobs=True)
+    out = pair.generate([PROMPTS[0]] * 8, 60, temperature=0.7, strategies=[DraftModel(n_max=5)], output_logprobs=True)
     assert out.finish_reasons == ["length"] * 8
     assert out.stats.draft_acceptance_rate > 0.99  # passes of other widths differ by rounding
     assert all(torch.isfinite(torch.tensor(row)).all() for row in out.logprobs)
@@ -284,10 +284,11 @@ def test_row_14_an_exception_in_the_middle_of_a_pass_changes_nothing(side: str) 
 # -- statistics ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("strategy", "temperature"), [*((s, 0.0) for s in STRATEGIES), ("draft-model", 1.0), ("chain", 1.0)]
+)
 @pytest.mark.parametrize("stop", ["length", "eos", "criterion", "error"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_row_16_generated_is_accepted_and_rounds(strategy: str, stop: str, temperature: float) -> None:
+def test_row_16_generated_is_accepted_and_rounds(strategy: str, temperature: float, stop: str) -> None:
     """Symptom: acceptance rate has four meanings, and none of them adds up when a row stops inside a block."""
     options: dict[str, Any] = {"strategies": STRATEGIES[strategy], "temperature": temperature, "batch_size": 3}
     if stop == "eos":
@@ -296,12 +297,12 @@ def test_row_16_generated_is_accepted_and_rounds(strategy: str, stop: str, tempe
         options["stopping_criteria"] = [lambda ids, _: ids.shape[1] % 7 == 0]
     if stop == "error":
         options["logits_processor"] = [lambda ids, s: s if ids.shape[1] != 14 else torch.full_like(s, float("nan"))]
-    out = decoder().generate([*PROMPTS, *PROMPTS], N, **options)
+    out = decoder().generate([*PROMPTS, *PROMPTS[:2]], N, **options)
     check_counts(out)
     assert {"error": "error", "eos": "eos", "criterion": "stopping_criteria"}.get(stop, "length") in out.finish_reasons
     stats = out.stats
     if stop == "length":
-        assert stats.generated_tokens == stats.emitted_tokens == 8 * N
+        assert stats.generated_tokens == stats.emitted_tokens == 6 * N
     drafted = [r for row in stats.rows for r in row if r.drafted]
     if drafted:
         assert stats.acceptance_length == pytest.approx(1 + sum(r.accepted for r in drafted) / len(drafted))
@@ -314,7 +315,7 @@ def test_row_16_generated_is_accepted_and_rounds(strategy: str, stop: str, tempe
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("room", [0, 1, 2, 5, 9])
+@pytest.mark.parametrize("room", [0, 1, 2, 9])
 def test_row_23_generation_runs_into_the_end_of_the_context(strategy: str, room: int) -> None:
     """Symptom: a crash or rubbish at the context's end; here the row stops there with reason `context`."""
     target = tiny_model("llama", max_position_embeddings=19 + 9)
