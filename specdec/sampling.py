@@ -101,18 +101,22 @@ class History:
 
     known: row -> int64 [n] on the device, ending before the first fed token, or None for an idle row;
     fed [B, S]; processors: row -> transformers processors of that row; counts: row -> how many columns of `fed` are
-    text (the rest is padding, which processors never see).
+    text (the rest is padding, which processors never see); paths: row -> column -> the columns from the root to that
+    column, itself included, for trees. None, for all or for one row: a chain, whose column s follows 0..s - 1.
     """
 
     known: Sequence[Tensor | None]
     fed: Tensor
     processors: Sequence[LogitsProcessorList | None]
     counts: Sequence[int]
+    paths: Sequence[Sequence[Sequence[int]] | None] | None = None
 
     def prefix(self, row: int, column: int) -> Tensor:
-        known = self.known[row]
+        """The ids that the law at `column` follows, int64 [n]."""
+        known, paths = self.known[row], self.paths[row] if self.paths is not None else None
         assert known is not None
-        return torch.cat([known, self.fed[row, : column + 1].to(known.device)])
+        fed = self.fed[row, : column + 1] if paths is None else self.fed[row, list(paths[column])]
+        return torch.cat([known, fed.to(known.device)])
 
 
 @dataclass(frozen=True)
