@@ -10,6 +10,8 @@ import yaml
 from specdec.config import unknown_name
 from specdec.drafters.base import Draft, Drafter, DraftRequest
 from specdec.drafters.draft_model import DraftModel
+from specdec.drafters.ngram_map import NgramMapK, NgramMapK4V
+from specdec.drafters.ngram_mod import NgramMod
 from specdec.drafters.ngram_simple import NgramSimple
 from specdec.drafters.prompt_lookup import PromptLookup
 from specdec.errors import SpecdecError
@@ -18,6 +20,9 @@ STRATEGIES: dict[str, type[Any]] = {
     "draft-model": DraftModel,
     "prompt-lookup": PromptLookup,
     "ngram-simple": NgramSimple,
+    "ngram-map-k": NgramMapK,
+    "ngram-map-k4v": NgramMapK4V,
+    "ngram-mod": NgramMod,
 }
 
 
@@ -73,5 +78,6 @@ def _named(name: str, options: Mapping[str, Any]) -> Any:
 
 
 __all__ = [
-    "STRATEGIES", "Draft", "DraftModel", "DraftRequest", "Drafter", "NgramSimple", "PromptLookup", "make_drafters",
+    "STRATEGIES", "Draft", "DraftModel", "DraftRequest", "Drafter", "NgramMapK", "NgramMapK4V", "NgramMod", "NgramSimple",
+    "PromptLookup", "make_drafters",
 ]  # fmt: skip
