@@ -10,6 +10,8 @@ import yaml
 from specdec.config import unknown_name
 from specdec.drafters.base import Draft, Drafter, DraftRequest
 from specdec.drafters.draft_model import DraftModel
+from specdec.drafters.lookup_cache import LookupCache
+from specdec.drafters.ngram_cache import NgramCache
 from specdec.drafters.ngram_simple import NgramSimple
 from specdec.drafters.prompt_lookup import PromptLookup
 from specdec.errors import SpecdecError
@@ -18,6 +20,7 @@ STRATEGIES: dict[str, type[Any]] = {
     "draft-model": DraftModel,
     "prompt-lookup": PromptLookup,
     "ngram-simple": NgramSimple,
+    "ngram-cache": NgramCache,
 }
 
 
@@ -73,5 +76,6 @@ def _named(name: str, options: Mapping[str, Any]) -> Any:
 
 
 __all__ = [
-    "STRATEGIES", "Draft", "DraftModel", "DraftRequest", "Drafter", "NgramSimple", "PromptLookup", "make_drafters",
+    "STRATEGIES", "Draft", "DraftModel", "DraftRequest", "Drafter", "LookupCache", "NgramCache", "NgramSimple",
+    "PromptLookup", "make_drafters",
 ]  # fmt: skip

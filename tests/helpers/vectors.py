@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specdec import STRATEGIES, DraftRequest
+from specdec import STRATEGIES, DraftRequest, LookupCache
 from specdec.drafters.base import DraftContext
 from specdec.drafters.chain import Chain, build_chain, upstream_order
+from specdec.drafters.ngram_cache import propose
 
 FOLDER = Path(os.environ.get("SPECDEC_VECTORS", Path(__file__).parents[1] / "data" / "llama_cpp_vectors"))
 SCHEMA = "specdec-llama-ngram-v1"
@@ -110,6 +111,29 @@ def _wrong_counters(case: Case, chain: Chain) -> list[str]:
         for name, value in entry.items():
             if name != "type" and known[name] != value:
                 wrong.append(f"{case['name']} {label} {name}: {known[name]} instead of {value}")
+    return wrong
+
+
+def replay_lookup(case: Case) -> list[str]:
+    """What differs from the record of a case of style `lookup`: counts token by token, no chain."""
+    static, dynamic = (LookupCache.load(FOLDER / case["params"][n]) if n in case["params"] else None for n in FILES)
+    if case["params"].get("merge_after_turn") and dynamic is None:
+        dynamic = LookupCache()
+    n_draft, wrong = case["params"].get("cache_n_draft", 8), []
+    for t, turn in enumerate(case["turns"]):
+        stream = streams()[turn["stream"]].tolist()
+        text, context = stream[: turn["prompt_len"] + 1], LookupCache()
+        context.update(text)
+        for s, (tokens, _, step) in enumerate(steps(turn)):
+            assert len(tokens) == len(text) - 1
+            got = propose(text, n_draft, context, dynamic, static)
+            if got != step[3]:
+                wrong.append(f"{case['name']} turn {t} step {s}: {got} instead of {step[3]}")
+            for token in stream[len(text) : len(text) + step[4] + 1]:
+                text.append(token)
+                context.update(text, 1)
+        if case["params"].get("merge_after_turn") and dynamic is not None:
+            dynamic.merge(context)
     return wrong
 
 
