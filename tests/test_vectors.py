@@ -49,7 +49,8 @@ def test_a_strategy_with_other_parameters_is_found_out() -> None:
     def shorter(kind: str, params: Any) -> Any:
         return NgramSimple(size_n=params["size_n"], size_m=max(1, params["size_m"] - 1))
 
-    assert vectors.replay("ngram_simple.json", "chain", lambda case: vectors.replay_chain(case, shorter))
+    drafting = [case for case in vectors.cases("ngram_simple.json") if case["stats"][0]["n_gen_drafts"] > 0]
+    assert vectors.replay_chain(drafting[0], shorter)
 
 
 def mod_slot(ids: Sequence[int]) -> int:

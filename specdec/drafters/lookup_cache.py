@@ -16,9 +16,11 @@ import struct
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import BinaryIO
+
+import numpy as np
 
 from specdec.drafters.base import Tokens, as_array
 from specdec.errors import SpecdecError
@@ -26,6 +28,7 @@ from specdec.errors import SpecdecError
 LONGEST = 4  # ids of an n-gram
 ID_BITS = (1 << 32) - 1
 MAX_INT32 = (1 << 31) - 1
+_WORTH_SORTING = 64  # ids from which on sorting a text beats counting it one by one
 _HEAD = struct.Struct("<5i")
 _PRIMES = (
     13, 29, 59, 127, 257, 541, 1109, 2357, 5087, 10273, 20753, 42043, 85229, 172933, 351061, 712697, 1447153,
@@ -120,10 +123,9 @@ class LookupCache:
 
     def max_id(self) -> int:
         """The largest id anywhere in the cache; -1 for an empty one."""
-        found = -1
-        for key, part in self.parts.items():
-            found = max(found, *key, *(part.counts if isinstance(part, Part) else (part & ID_BITS,)))
-        return found
+        parts = self.parts.values()
+        successors = (max(part.counts) if isinstance(part, Part) else part & ID_BITS for part in parts)
+        return max(chain(map(max, self.parts), successors), default=-1)
 
     def add(self, key: Key, token: int, count: int = 1) -> None:
         """`token` followed the n-gram `key`, 1..4 ids, `count` more times. Ids are plain integers in [0, 2^31)."""
@@ -143,12 +145,17 @@ class LookupCache:
         N-grams reach back before the new ids. Raises SpecdecError for ids outside [0, 2^31).
         """
         known = 0 if n_new is None else max(0, len(ids) - n_new)
-        listed = as_array(ids[max(0, known - longest) :]).tolist()
-        if listed and not 0 <= min(listed) <= max(listed) < MAX_INT32:
-            raise SpecdecError(f"lookup cache: ids are in [0, {MAX_INT32}), got {min(listed)}..{max(listed)}")
-        first_new = min(known, longest)
+        array = as_array(ids[max(0, known - longest) :])
+        if len(array) and not 0 <= array.min() <= array.max() < MAX_INT32:
+            raise SpecdecError(f"lookup cache: ids are in [0, {MAX_INT32}), got {array.min()}..{array.max()}")
+        old = min(known, longest)
+        if old == 0 and not self.parts and len(array) >= _WORTH_SORTING:
+            for size, pairs in sorted_pairs(array, shortest, longest):
+                self.parts.update(_grouped(array, size, *pairs))
+            return
+        listed = array.tolist()
         for size in range(shortest, longest + 1):
-            first = max(first_new, size)
+            first = max(old, size)
             starts = range(first - size, first)
             for key, token in zip(zip(*(listed[i:] for i in starts), strict=False), listed[first:], strict=False):
                 self.add(key, token)
@@ -206,6 +213,45 @@ class LookupCache:
             raise SpecdecError(f"cannot write lookup cache {path}: {error.strerror}") from error
         finally:
             unfinished.unlink(missing_ok=True)
+
+
+def sorted_pairs(ids: np.ndarray, shortest: int, longest: int) -> Iterator[tuple[int, tuple[np.ndarray, ...]]]:
+    """All distinct (n-gram, next id) pairs of a text, by sorting, for each size in `shortest`..`longest`.
+
+    Yields (size, (first, home, counts)), arrays over the pairs: `first` and `home` are the start of the pair's and of
+    its n-gram's first occurrence, `counts` how often the pair occurs. Ordered by `home`, then `first`: as
+    `LookupCache.add`, called along the text, would insert them.
+    """
+    _, small = np.unique(ids, return_inverse=True)
+    width, codes = len(ids), small
+    for size in range(1, min(longest, len(ids) - 1) + 1):
+        keys = codes[: len(ids) - size]
+        _, first, codes, counts = np.unique(
+            keys * width + small[size:], return_index=True, return_inverse=True, return_counts=True
+        )
+        if size < shortest:
+            continue
+        starts = np.flatnonzero(np.diff(keys[first], prepend=-1))  # pairs of one n-gram stand together
+        home = np.repeat(np.minimum.reduceat(first, starts), np.diff(starts, append=len(first)))
+        order = np.lexsort((first, home))
+        yield size, (first[order], home[order], counts[order])
+
+
+def _grouped(
+    ids: np.ndarray, size: int, first: np.ndarray, home: np.ndarray, counts: np.ndarray
+) -> Iterator[tuple[Key, int | Part]]:
+    """Pairs as `sorted_pairs` yields them -> (n-gram, part)."""
+    tokens = ids[first + size]
+    starts = np.flatnonzero(np.diff(home, prepend=-1))
+    lengths = np.diff(starts, append=len(home))
+    values: list[int | Part] = (counts[starts] << 32 | tokens[starts]).tolist()
+    several = np.flatnonzero(lengths > 1)
+    inside = np.repeat(lengths > 1, lengths)
+    successors = zip(tokens[inside].tolist(), counts[inside].tolist(), strict=True)
+    for i, length in zip(several.tolist(), lengths[several].tolist(), strict=True):
+        values[i] = Part.of(dict(islice(successors, length)))
+    columns = [ids[home[starts] + k].tolist() for k in range(size)]
+    return zip(zip(*columns, strict=True), values, strict=True)
 
 
 def _packed(counts: dict[int, int]) -> int | Part:

@@ -60,7 +60,13 @@ def streams() -> dict[str, np.ndarray]:
 def options(kind: str, params: Mapping[str, Any]) -> dict[str, Any]:
     """Constructor arguments of a strategy for a case's params."""
     values = {field: params[name] for name, field in FIELDS[kind].items() if name in params}
-    return {field: str(FOLDER / value) if field in FILES else value for field, value in values.items()}
+    return {field: cache_file(value) if field in FILES else value for field, value in values.items()}
+
+
+@lru_cache(maxsize=8)
+def cache_file(name: str) -> LookupCache:
+    """A lookup cache of the folder, loaded once: chains only read it."""
+    return LookupCache.load(FOLDER / name)
 
 
 def make(kind: str, params: Mapping[str, Any]) -> Any:
