@@ -15,6 +15,7 @@ import os
 import struct
 import uuid
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -199,6 +200,8 @@ class LookupCache:
         Counts beyond int32, which the format has no room for, are written as the largest. Raises SpecdecError.
         """
         path = Path(path)
+        if path.is_dir():
+            raise SpecdecError(f"cannot write lookup cache {path}: it is a folder")
         unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
         try:
             with unfinished.open("xb") as file:
@@ -212,7 +215,8 @@ class LookupCache:
         except OSError as error:
             raise SpecdecError(f"cannot write lookup cache {path}: {error.strerror}") from error
         finally:
-            unfinished.unlink(missing_ok=True)
+            with suppress(OSError):
+                unfinished.unlink()
 
 
 def sorted_pairs(ids: np.ndarray, shortest: int, longest: int) -> Iterator[tuple[int, tuple[np.ndarray, ...]]]:
