@@ -46,12 +46,10 @@ def create(
 ) -> None:
     """Count the n-grams of texts and save them: a static file, or with --all-sizes a dynamic one."""
     rows = _rows(files, prompt, ids, tokenizer)
-    cache = LookupCache()
+    cache, sizes = LookupCache(), (1, LONGEST) if all_sizes else (STATIC_SIZE, STATIC_SIZE)
     with output.progress("counting n-grams", len(rows)) as advance:
         for row in rows:
-            one = LookupCache()
-            one.update(row, None, *((1, LONGEST) if all_sizes else (STATIC_SIZE, STATIC_SIZE)))
-            cache.merge(one)
+            cache.update(row, None, *sizes)
             advance()
         cache.save(out)
     _report({"file": str(out), "texts": len(rows), "tokens": sum(map(len, rows)), **_facts(cache)}, as_json)
