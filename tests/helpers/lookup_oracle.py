@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from specdec import LookupCache
+
 SIZES = (13, 29, 59, 127, 257, 541, 1109, 2357, 5087, 10273)
 LAX = ((2, 2, 1, 1), (66, 50, 50, 50))
 STRICT = ((4, 3, 2, 2), (75, 66, 66, 66))
@@ -145,3 +147,18 @@ class Drafter:
             update(self.context, new, len(new))
             self.size = len(tokens) + 1
         return draft([*tokens, last], self.n_draft, self.context, self.dynamic, self.static)
+
+
+def filled(text: list[int]) -> tuple[LookupCache, Cache]:
+    """The same counts here and in the"""
+    mine, theirs = LookupCache(), {}
+    mine.update(text)
+    update(theirs, text, len(text))
+    return mine, theirs
+
+
+def contents(cache: LookupCache | Cache) -> dict[tuple[int, ...], list[tuple[int, int]]]:
+    """Parts in the order in which the original walks them, n-grams in order of insertion."""
+    if isinstance(cache, LookupCache):
+        return {key: cache.successors(key) for key in cache.parts}
+    return {key: part.items() for key, part in cache.items()}
