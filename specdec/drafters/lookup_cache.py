@@ -15,6 +15,7 @@ import os
 import struct
 import uuid
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -28,7 +29,7 @@ from specdec.errors import SpecdecError
 LONGEST = 4  # ids of an n-gram
 ID_BITS = (1 << 32) - 1
 MAX_INT32 = (1 << 31) - 1
-_WORTH_SORTING = 64  # ids from which on sorting a text beats counting it one by one
+_WORTH_SORTING = 256  # ids from which on sorting a text beats counting it one by one
 _HEAD = struct.Struct("<5i")
 _PRIMES = (
     13, 29, 59, 127, 257, 541, 1109, 2357, 5087, 10273, 20753, 42043, 85229, 172933, 351061, 712697, 1447153,
@@ -145,15 +146,15 @@ class LookupCache:
         N-grams reach back before the new ids. Raises SpecdecError for ids outside [0, 2^31).
         """
         known = 0 if n_new is None else max(0, len(ids) - n_new)
-        array = as_array(ids[max(0, known - longest) :])
-        if len(array) and not 0 <= array.min() <= array.max() < MAX_INT32:
-            raise SpecdecError(f"lookup cache: ids are in [0, {MAX_INT32}), got {array.min()}..{array.max()}")
         old = min(known, longest)
+        array = as_array(ids[known - old :])
+        listed = array.tolist()
+        if listed and not 0 <= min(listed) <= max(listed) < MAX_INT32:
+            raise SpecdecError(f"lookup cache: ids are in [0, {MAX_INT32}), got {min(listed)}..{max(listed)}")
         if old == 0 and not self.parts and len(array) >= _WORTH_SORTING:
             for size, pairs in sorted_pairs(array, shortest, longest):
                 self.parts.update(_grouped(array, size, *pairs))
             return
-        listed = array.tolist()
         for size in range(shortest, longest + 1):
             first = max(old, size)
             starts = range(first - size, first)
@@ -199,6 +200,8 @@ class LookupCache:
         Counts beyond int32, which the format has no room for, are written as the largest. Raises SpecdecError.
         """
         path = Path(path)
+        if path.is_dir():
+            raise SpecdecError(f"cannot write lookup cache {path}: it is a folder")
         unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
         try:
             with unfinished.open("xb") as file:
@@ -212,7 +215,8 @@ class LookupCache:
         except OSError as error:
             raise SpecdecError(f"cannot write lookup cache {path}: {error.strerror}") from error
         finally:
-            unfinished.unlink(missing_ok=True)
+            with suppress(OSError):
+                unfinished.unlink()
 
 
 def sorted_pairs(ids: np.ndarray, shortest: int, longest: int) -> Iterator[tuple[int, tuple[np.ndarray, ...]]]:
