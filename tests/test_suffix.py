@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -111,7 +112,7 @@ def test_certainty_only_shortens_a_draft() -> None:
     text = rng.integers(0, 4, 200).tolist()
     for end in range(20, 200, 7):
         drafts = [one(Suffix(p_min=p), text[:end]) for p in (0.0, 0.05, 0.3, 1.0)]
-        assert all(short == long[: len(short)] for long, short in zip(drafts, drafts[1:], strict=False))
+        assert all(short == long[: len(short)] for long, short in pairwise(drafts))
         assert drafts[3] == []
     assert len(one(Suffix(p_min=0.5), [*range(60), *range(40)])) == 8  # forty agreeing tokens are certain enough
     assert one(Suffix(p_min=0.5), [*range(60), 5]) == []

@@ -162,12 +162,6 @@ class BaseDrafter:
         return {k: v for k, v in vars(self).items() if not k.startswith("_") and k != "name"}
 
 
-def switched_on(drafter: Any, name: str) -> bool:
-    """Whether the fix `name` of an oddity of upstream is on: None follows `parity`, which keeps them all."""
-    value = getattr(drafter, name)
-    return not drafter.parity if value is None else bool(value)
-
-
 def as_array(tokens: Tokens) -> np.ndarray:
     """Token ids as int64 [n], without a copy where they already are."""
     return np.asarray(tokens, dtype=np.int64)

@@ -20,7 +20,6 @@ leave between ids that are clear enough takes a walk over that part, as every st
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,17 +27,9 @@ from typing import Any
 
 import numpy as np
 
-from specdec.config import check_whole
-from specdec.drafters.base import (
-    BaseDrafter,
-    Draft,
-    DraftContext,
-    DraftRequest,
-    Tokens,
-    as_array,
-    switched_on,
-)  # fmt: skip
+from specdec.drafters.base import BaseDrafter, Draft, DraftContext, DraftRequest, Tokens, as_array
 from specdec.drafters.lookup_cache import ID_BITS, LONGEST, LookupCache, Part
+from specdec.drafters.ngram_core import check_sizes, resolve_switches
 from specdec.errors import SpecdecError
 
 
@@ -151,11 +142,8 @@ class NgramCache(BaseDrafter):
     name: str = field(init=False, default="ngram-cache")
 
     def __post_init__(self) -> None:
-        check_whole("ngram-cache: n_draft", self.n_draft, 1)
-        for name in ("parity", "fix_boundaries", "fix_begin"):
-            value = getattr(self, name)
-            if not isinstance(value, bool) and not (value is None and name != "parity"):
-                raise SpecdecError(f"ngram-cache: {name} must be true or false, got {value!r}")
+        check_sizes(self, n_draft=1)
+        resolve_switches(self)
         self._static = _loaded("static", self.static)
         self._dynamic = _loaded("dynamic", self.dynamic)
         self._rows: dict[int, _RowState] = {}
@@ -167,8 +155,8 @@ class NgramCache(BaseDrafter):
                     f"ngram-cache: the {name} cache {cache.source or ''} holds id {largest}, the target has "
                     f"{context.vocab_size} ids: it was made with another tokenizer"
                 )
-        made = copy.copy(self)
-        before = next((d for d in context.previous.values() if d == self), None)
+        made: NgramCache = super().fresh(context)
+        before = self.inherited(context)
         made._rows = before._rows if before is not None else {}
         return made
 
@@ -177,10 +165,10 @@ class NgramCache(BaseDrafter):
         for name in ("static", "dynamic"):
             cache = getattr(self, f"_{name}")
             shown[name] = None if cache is None else cache.source or f"{len(cache)} n-grams in memory"
-        return {**shown, **{name: switched_on(self, name) for name in ("fix_boundaries", "fix_begin")}}
+        return shown
 
     def begin(self, row: int, prompt: Tokens) -> None:
-        if switched_on(self, "fix_begin") and row in self._rows:
+        if self.fix_begin and row in self._rows:
             state = self._rows[row]
             if not np.array_equal(as_array(prompt[: state.size]), as_array(state.text)):
                 del self._rows[row]
@@ -199,10 +187,10 @@ class NgramCache(BaseDrafter):
 
     def _feed(self, state: _RowState, tokens: Tokens, last: int) -> None:
         new = len(tokens) + 1 - state.size
-        known = min(LONGEST, state.size) if switched_on(self, "fix_boundaries") else 0
+        known = min(LONGEST, state.size) if self.fix_boundaries else 0
         piece = [*as_array(tokens[state.size - known :]).tolist(), last]
         state.cache.update(piece, new)
-        if switched_on(self, "fix_begin"):
+        if self.fix_begin:
             state.text += piece[known:]
         state.size += new
 

@@ -14,13 +14,12 @@ from typing import Any
 import numpy as np
 
 from specdec.config import check_whole
-from specdec.drafters.base import DraftRequest, as_array
+from specdec.drafters.base import DraftRequest
 from specdec.errors import SpecdecError
 
 MAP_MULTIPLIER = 2654435761
 MOD_MULTIPLIER = 6364136223846793005
 MAP_MASK = (1 << 32) - 1
-_MASK = (1 << 64) - 1
 
 
 def powers(multiplier: int, n: int) -> np.ndarray:
@@ -65,8 +64,3 @@ def check_sizes(drafter: Any, **least: int) -> None:
         if value > 1024 and name not in ("min_hits", "hash_size", "table_size"):
             raise SpecdecError(f"{drafter.name}: {name} goes up to 1024, got {value}")
 
-
-__all__ = [
-    "MAP_MASK", "MAP_MULTIPLIER", "MOD_MULTIPLIER", "as_array", "check_sizes", "hash_windows", "newest_ngram", "powers",
-    "resolve_switches",
-]  # fmt: skip

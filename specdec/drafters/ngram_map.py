@@ -27,11 +27,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from specdec.drafters.base import BaseDrafter, Draft, DraftContext, DraftRequest, Tokens
+from specdec.drafters.base import BaseDrafter, Draft, DraftContext, DraftRequest, Tokens, as_array
 from specdec.drafters.ngram_core import (
     MAP_MASK,
     MAP_MULTIPLIER,
-    as_array,
     check_sizes,
     hash_windows,
     newest_ngram,

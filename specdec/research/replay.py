@@ -18,6 +18,7 @@ from specdec.drafters import make_drafters
 from specdec.drafters.base import DraftContext, DraftRequest
 from specdec.drafters.chain import Chain, build_chain
 from specdec.errors import SpecdecError
+from specdec.kv_cache import common_prefix
 from specdec.stats import RoundRecord
 
 
@@ -36,9 +37,10 @@ def save_texts(
     outputs: Sequence[Sequence[int]],
 ) -> None:  # fmt: skip
     """Write texts to a compressed .npz file: flat int32 arrays of ids, and how many belong to each text."""
-    flat = {name: np.array([t for row in rows for t in row], np.int32) for name, rows in _two(prompts, outputs)}
-    sizes = {f"{name}_sizes": np.array([len(row) for row in rows], np.int32) for name, rows in _two(prompts, outputs)}
-    np.savez_compressed(path, ids=np.array(ids), categories=np.array(categories), **flat, **sizes)
+    arrays: dict[str, Any] = {name: np.array([t for row in rows for t in row], np.int32) for name, rows in _two(prompts, outputs)}
+    for name, rows in _two(prompts, outputs):
+        arrays[f"{name}_sizes"] = np.array([len(row) for row in rows], np.int32)
+    np.savez_compressed(path, ids=np.array(ids), categories=np.array(categories), **arrays)
 
 
 def load_texts(path: str | Path) -> list[Text]:
@@ -87,9 +89,7 @@ def replay(chain: Chain, prompt: np.ndarray, output: np.ndarray, n_max: int = 0,
             request = DraftRequest(row, ids[: size - 1], int(ids[size - 1]), limit, size - 1)
             [draft] = chain.draft([request])
             drafted, strategy = [int(t) for t in draft.tokens], draft.drafter or None
-        truth = ids[size : size + len(drafted)]
-        differs = np.flatnonzero(truth != np.array(drafted, dtype=np.int64)) if drafted else []
-        accepted = int(differs[0]) if len(differs) else len(drafted)
+        accepted = common_prefix(ids[size:], np.array(drafted, dtype=np.int64))
         chain.accept(row, accepted)
         records.append(RoundRecord(strategy, len(drafted), accepted))
         size += accepted + 1
