@@ -13,8 +13,8 @@ vote that reaches the end of the row goes on in the draft itself, so that a loop
 right with probability s * n / (n + `novelty`); the draft ends where the product of these falls below `p_min` (0:
 never). On texts that no published figure uses the product was within 0.07 of the observed frequency.
 
-Parameters: `n_max` most tokens to propose (8); `depth` most context tokens compared (32); `voters` positions asked
-(16); `store` a `SuffixStore`; `remember`: rows enter the store when they end. The defaults were chosen on
+Parameters: `n_max` most tokens to propose (8); `depth` most context tokens compared (16); `voters` positions asked
+(8); `store` a `SuffixStore`; `remember`: rows enter the store when they end. The defaults were chosen on
 those texts too: continuations of HumanEval and GSM8K prompts.
 
 Cost: one binary search a segment and some vector operations over the voters, whatever the row's length. Memory: see
@@ -23,6 +23,7 @@ suffix_index.py; the row's own buffer is at most 16 bytes a token.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,8 +42,8 @@ class Suffix(BaseDrafter):
 
     n_max: int = 8
     p_min: float = 0.0
-    depth: int = 32
-    voters: int = 16
+    depth: int = 16
+    voters: int = 8
     order_weight: float = 4.0
     half_age: float = 100.0
     gap_cost: float | None = 8.0
@@ -78,6 +79,10 @@ class Suffix(BaseDrafter):
         shown = super().parameters()
         return {**shown, "store": None if self.store is None else f"{self.store.size} tokens"}
 
+    def row_bytes(self, row: int) -> int:
+        """Bytes of a row's index."""
+        return self._rows[row].nbytes if row in self._rows else 0
+
     def begin(self, row: int, prompt: Tokens) -> None:
         """Start over, or go on where the prompt extends what the row holds."""
         tokens, index = as_array(prompt), self._rows.get(row)
@@ -112,28 +117,45 @@ class Suffix(BaseDrafter):
 
     def _voters(self, index: SuffixIndex, limit: int) -> list[Voter]:
         """The positions that have a say, in the row and in the store."""
-        found: list[Voter] = []
-        sources = [(index, 0)] if self.store is None else [(index, 0), (self.store.index, index.size)]
-        for source, older in sources:
-            for gap in (0,) if self.gap_cost is None else (0, 1):
-                positions, agreement = source.nearest(index.newest()[gap:], self.voters + gap)
-                positions = positions + gap
-                inside = positions < source.size - 1  # the row's end agrees with itself but for the newest token
-                positions, agreement = positions[inside], agreement[inside] - gap * (self.gap_cost or 0.0)
-                age = source.size - 1 - positions + older
-                following = source.successors(positions, limit)
-                if source is index:
-                    beyond = np.arange(limit) - age[:, None]
-                    following = np.where(beyond >= 0, -2 - beyond, following)
-                weights = float(self.order_weight) ** np.minimum(agreement, _LOUDEST) / (1 + age / self.half_age)
-                found += zip(following.tolist(), weights.tolist(), agreement.tolist(), strict=True)
+        found = self._found(index, index.newest(), limit, None)
+        if self.store is not None:
+            found += self._found(self.store.index, index.newest(), limit, index.size)
         return found
+
+    def _found(self, source: SuffixIndex, query: np.ndarray, limit: int, older: int | None) -> list[Voter]:
+        """The loudest voters of one index; older: None for the row's own, else what to add to their age."""
+        positions = source.candidates(query, self.voters)
+        skipped = np.zeros(len(positions), dtype=bool)
+        if self.gap_cost is not None:
+            # The row's end agrees with itself but for the newest token: one more is asked, and it drops out.
+            others = source.candidates(query[1:], self.voters + 1) + 1
+            others = others[others < source.size - 1]
+            positions = np.concatenate([positions, others])
+            skipped = np.arange(len(positions)) >= len(skipped)
+        if len(positions) == 0:
+            return []
+        agreement = source.agreement(positions, query, skipped) - skipped
+        inside = agreement > 0
+        positions, skipped = positions[inside], skipped[inside]
+        agreement = agreement[inside] - skipped * (self.gap_cost or 0.0)
+        age = source.size - 1 - positions + (older or 0)
+        weights = float(self.order_weight) ** np.minimum(agreement, _LOUDEST) / (1 + age / self.half_age)
+        loudest = np.argsort(-weights, kind="stable")[: 2 * self.voters]
+        following = source.successors(positions[loudest], limit)
+        if older is None:
+            beyond = np.arange(limit) - age[loudest, None]
+            following = np.where(beyond >= 0, -2 - beyond, following)
+        return list(zip(following.tolist(), weights[loudest].tolist(), agreement[loudest].tolist(), strict=True))
 
     def _descend(self, voters: list[Voter], limit: int) -> list[int]:
         """Follow the majority, token by token; equal weights: the first voter's choice."""
         drafted: list[int] = []
         certainty = 1.0
         for i in range(limit):
+            if len(voters) == 1 and not self.p_min:  # nobody left to disagree
+                rest = (drafted[-2 - t] if t < -1 else t for t in voters[0][0][i:])
+                drafted += itertools.takewhile(lambda t: t >= 0, rest)
+                break
             tally: dict[int, float] = {}
             choices = []
             for following, weight, _ in voters:

@@ -100,14 +100,14 @@ class SuffixIndex:
         at = self.capacity - 1 - position
         return self.buffer[at : at + self.depth].tobytes()
 
-    def nearest(self, query: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-        """Positions whose contexts agree longest with `query`, and in how many tokens.
+    def candidates(self, query: np.ndarray, most: int) -> np.ndarray:
+        """Positions int64 [n], in no order, with the `most` among them whose contexts agree longest with `query`.
 
-        query: as `newest` gives it. Returns (positions, agreement), int64, those with the
-        longest agreement first and the latest first among equals; at most `most`, none without any agreement.
+        query: newest tokens as `newest` gives them, or without the newest few. Positions without any agreement may
+        be among them.
         """
         if self.size < 2 or len(query) == 0:
-            return _NONE, _NONE
+            return np.empty(0, dtype=np.int64)
         wanted = query.tobytes()
         found: list[int] = []
         for segment in self.segments:
@@ -115,13 +115,17 @@ class SuffixIndex:
             found += segment[max(0, at - most) : at + most]
         tail = self.buffer[self.capacity - self.size + 1 : self.capacity - self.filed]
         recent = np.flatnonzero(tail == query[0])
-        positions = np.concatenate([np.array(found, dtype=np.int64), self.size - 2 - recent])
-        if len(positions) == 0:
-            return positions, positions
-        agreement = self._agreement(positions, query)
-        order = np.lexsort((-positions, -agreement))[:most]
-        order = order[agreement[order] > 0]
-        return positions[order], agreement[order]
+        return np.concatenate([np.array(found, dtype=np.int64), self.size - 2 - recent])
+
+    def agreement(self, positions: np.ndarray, query: np.ndarray, skipped: np.ndarray | None = None) -> np.ndarray:
+        """In how many tokens the contexts of positions agree with the query, int64 [n]; where `skipped` [n] is true,
+        the newest token counts as agreeing."""
+        same = self.windows[self.capacity - 1 - positions, : len(query)] == query
+        if skipped is not None:
+            same[skipped, 0] = True
+        length = same.argmin(axis=1)
+        length[same.all(axis=1)] = len(query)
+        return length
 
     def successors(self, positions: np.ndarray, n: int) -> np.ndarray:
         """The n tokens that follow each position, int64 [len(positions), n]; -1 beyond the end of the text."""
@@ -129,13 +133,6 @@ class SuffixIndex:
         found = self.buffer[np.maximum(at, 0)].astype(np.int64)
         found[(found == SEPARATOR) | (at < 0)] = -1
         return found
-
-    def _agreement(self, positions: np.ndarray, query: np.ndarray) -> np.ndarray:
-        """In how many tokens the contexts of positions agree with the query."""
-        same = self.windows[self.capacity - 1 - positions, : len(query)] == query
-        length = same.argmin(axis=1)
-        length[same.all(axis=1)] = len(query)
-        return length
 
     def _grow(self, needed: int) -> None:
         capacity = needed if needed <= self.size else max(needed, 2 * self.capacity, 1024)
@@ -158,9 +155,6 @@ class SuffixIndex:
             rank = np.unique(rank * (end + 2) + before, return_inverse=True)[1] + 1
             seen *= 2
         return np.argsort(rank, kind="stable").astype(np.int32)
-
-
-_NONE = np.empty(0, dtype=np.int64)
 
 
 class SuffixStore:

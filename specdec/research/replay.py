@@ -7,7 +7,7 @@ looks at nothing but token ids can therefore be measured on kept texts, exactly 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,8 +37,9 @@ def save_texts(
     outputs: Sequence[Sequence[int]],
 ) -> None:  # fmt: skip
     """Write texts to a compressed .npz file: flat int32 arrays of ids, and how many belong to each text."""
-    arrays: dict[str, Any] = {name: np.array([t for row in rows for t in row], np.int32) for name, rows in _two(prompts, outputs)}
-    for name, rows in _two(prompts, outputs):
+    arrays: dict[str, Any] = {}
+    for name, rows in (("prompts", prompts), ("outputs", outputs)):
+        arrays[name] = np.array([t for row in rows for t in row], np.int32)
         arrays[f"{name}_sizes"] = np.array([len(row) for row in rows], np.int32)
     np.savez_compressed(path, ids=np.array(ids), categories=np.array(categories), **arrays)
 
@@ -55,11 +56,6 @@ def load_texts(path: str | Path) -> list[Text]:
             ]
     except (OSError, ValueError, KeyError) as error:
         raise SpecdecError(f"{path} is not a file of texts: {error}") from None
-
-
-def _two(prompts: Any, outputs: Any) -> Iterator[tuple[str, Any]]:
-    yield "prompts", prompts
-    yield "outputs", outputs
 
 
 def model_free_chain(strategies: Any, longest: int) -> Chain:
