@@ -54,8 +54,10 @@ _AXES: dict[str, tuple[str | None, ...]] = {
 # These write into the residual stream: zero wherever the small model has no number.
 _WRITERS = ("embed_tokens.weight", "o_proj.weight", "down_proj.weight", "o_proj.bias", "down_proj.bias")
 _NORMS = ("layernorm.weight", "model.norm.weight")
-_ROUNDED = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight", "gate_proj.weight", "up_proj.weight")
-_ROUNDED = (*_ROUNDED, "down_proj.weight")
+_ROUNDED = (
+    "q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight", "gate_proj.weight", "up_proj.weight",
+    "down_proj.weight",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
