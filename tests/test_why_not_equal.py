@@ -15,7 +15,7 @@ import specdec
 from specdec.acceptance import RULES, register_rule
 from specdec.errors import SpecdecError
 from specdec.research import PassShape, Report, why_not_equal
-from specdec.research.equality import float32_copy, replay
+from specdec.research.equality import float32_reference, replay
 from tests.helpers.broken import BROKEN_RULES
 from tests.helpers.playing import random_ids, weaker
 from tests.helpers.tiny import tiny_model
@@ -161,7 +161,7 @@ def test_half_precision_is_compared_with_a_float32_reference() -> None:
     shape = PassShape(1, exact=True, capacity=9)
     report = why_not_equal(decoder, [1, 2, 3], text, [*text[:4], twin], shape_a=shape, shape_b=shape)
     assert report.views[2].name == "float32 reference"
-    expected = oracle_logits(float32_copy(model), [1, 2, 3, *text[:4]])[-1]
+    expected = oracle_logits(float32_reference(decoder.target)[0], [1, 2, 3, *text[:4]])[-1]
     assert report.views[2].of_a == pytest.approx(float(expected[text[4]]), abs=1e-4)
     assert (report.verdict, report.promised) == ("tie", True)
     assert "promises identical passes" in shown(report)

@@ -167,7 +167,9 @@ def why_not_equal(
     scores = [question.scores(shape) for shape in runs]
     views = [question.view(f"{n}: {s}", x) for n, s, x in zip(names, runs, scores, strict=True)]
     noise = question.noise([*scores, *(question.scores(PassShape(n, runs[0].batch)) for n in (1, EXACT_WIDTH))])
-    model, note = _reference(target, reference)
+    model, note = (reference, None) if reference is not None else (None, "not asked for")
+    if isinstance(reference, str):
+        model, note = float32_reference(target)
     if model is not None:
         views.append(question.view("float32 reference", question.reference_scores(model)))
     gap = min(views[0].gap, views[1].gap)
@@ -197,9 +199,46 @@ def replay(runner: Runner, ids: Sequence[int], prompt_length: int, shape: PassSh
         start, end = end, end + most
 
 
-def float32_copy(model: Any) -> Any:
-    """The model in float32, for `why_not_equal(reference=...)`; itself if it already is."""
-    return model if model.dtype == torch.float32 else copy.deepcopy(model).float()
+def float32_reference(target: Runner) -> tuple[Any, str | None]:
+    """The target in float32, for `why_not_equal(reference=...)`: itself if it already is, else a copy, if memory allows
+    one. Returns a model and None, or None and the reason."""
+    model = target.model
+    if getattr(model.config, "quantization_config", None) is not None:
+        return None, "a quantised model has no float32 copy"
+    if target.dtype == torch.float32:
+        return model, None
+    size = sum(p.numel() for p in model.parameters())
+    if target.device.type == "cuda":
+        if 4 * size > REFERENCE_SHARE * torch.cuda.mem_get_info(target.device)[0]:
+            return None, "a float32 copy would not fit into the GPU's memory"
+    elif size > REFERENCE_LIMIT:
+        return None, "a float32 copy would be too large"
+    return copy.deepcopy(model).float(), None
+
+
+def content_dependence(runner: Runner, contents: int = 16, batch: int = 2) -> dict[str, Any]:
+    """Whether a token's logits depend on what else is in its pass, shapes being equal: what exact mode rests on.
+
+    One token follows one text; the rest of the pass, in its row and in the others, is random. Returns how many of the
+    `contents` gave other logits than the first, and the largest difference.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def random_ids(n: int) -> list[int]:
+        return torch.randint(0, runner.vocab_size, (n,), generator=generator).tolist()
+
+    length = 16
+    shapes = Shapes.choose(runner.device, True, length + EXACT_WIDTH)
+    cache = RaggedCache(runner.pool.n_layers, batch, length + EXACT_WIDTH)
+    for row in range(batch):
+        runner.prefill(cache, shapes, row, random_ids(length), 0)
+    newest, seen = random_ids(1), []
+    for _ in range(contents):
+        fed = [newest + random_ids(EXACT_WIDTH - 1), *(random_ids(EXACT_WIDTH) for _ in range(batch - 1))]
+        out = runner.step(cache, shapes, to_device(fed, runner.device), [length] * batch, [EXACT_WIDTH] * batch)
+        seen.append(out.logits[0, 0].float())
+    off = torch.stack([(s - seen[0]).abs().max() for s in seen[1:]])
+    return {"contents": contents, "differing": int((off != 0).sum()), "largest": float(off.max())}
 
 
 @dataclass
@@ -276,21 +315,3 @@ def _texts(tokenizer: Any, known: Sequence[int], tokens: Sequence[int | None]) -
         return {}
     texts = tuple(None if t is None else tokenizer.decode([t]) for t in tokens)
     return {"texts": texts, "context": tokenizer.decode(list(known[-12:]))}
-
-
-def _reference(target: Runner, asked: Any) -> tuple[Any, str | None]:
-    """A float32 model and no note, or None and the reason."""
-    if asked is None:
-        return None, "not asked for"
-    if asked != "auto":
-        return asked, None
-    model = target.model
-    if getattr(model.config, "quantization_config", None) is not None:
-        return None, "a quantised model has no float32 copy"
-    size = sum(p.numel() for p in model.parameters())
-    if target.dtype != torch.float32 and target.device.type == "cuda":
-        if 4 * size > REFERENCE_SHARE * torch.cuda.mem_get_info(target.device)[0]:
-            return None, "a float32 copy would not fit into the GPU's memory"
-    elif target.dtype != torch.float32 and size > REFERENCE_LIMIT:
-        return None, "a float32 copy would be too large"
-    return float32_copy(model), None
