@@ -43,7 +43,7 @@ def print_exactness(console: Console, result: dict[str, Any]) -> None:
         )
     made = output.table(
         "dtype x slots", "chain", "identical", "tok/s", "x plain", "tok/round", "accept", "cost",
-        title="Rows identical to plain decoding. x plain: speed over the fastest plain; cost: of a plain pass when exact",
+        title="Rows identical to plain decoding. x plain: speed over the fastest plain; cost: of an exact plain pass",
     )  # fmt: skip
     found = list(rows(result))
     for row in found:

@@ -33,9 +33,10 @@ class RunRow:
 
 
 def exact_holds(result: Entry) -> bool:
-    """Whether every exact run gave plain decoding's ids, row for row."""
-    runs = [(g, run) for g in _measured(result["groups"]) if g["exact"] for run in g["runs"].values()]
-    return all(run["identical"] == g["prompts"] and run["failed_rows"] == 0 for g, run in runs if "skipped" not in run)
+    """Whether every exact run gave plain decoding's ids, row for row; not if nothing was run."""
+    found = [(g, run) for g in _measured(result["groups"]) if g["exact"] for run in g["runs"].values()]
+    runs = [(g, run) for g, run in found if "skipped" not in run]
+    return bool(runs) and all(run["identical"] == g["prompts"] and run["failed_rows"] == 0 for g, run in runs)
 
 
 def rows(result: Entry) -> Iterator[RunRow]:
