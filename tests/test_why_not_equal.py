@@ -143,6 +143,7 @@ def test_equal_runs_and_beginnings_of_one_another(decoder: specdec.SpeculativeDe
 def test_a_report_is_plain_data_and_one_screen(decoder: specdec.SpeculativeDecoder) -> None:
     report = why_not_equal(decoder, [1, 2, 3], [5, 6], [5, 7], shape_b=PassShape(4, batch=2), reference=None)
     data = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    assert Report.from_dict(data) == report
     assert data["verdict"] == "fault"
     assert data["reference_note"] == "not asked for"
     assert [v["name"] for v in data["views"]] == ["a: width 1, batch 1", "b: width 4, batch 2"]

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from specdec.cli import output
 from specdec.config import load_yaml
-from specdec.research.equality import Report, View
+from specdec.research.equality import Report
 from specdec.research.exactness import ExactnessConfig
 from specdec.research.exactness_summary import RunRow, rows
 
@@ -35,23 +35,23 @@ def print_exactness(console: Console, result: dict[str, Any]) -> None:
             for entry in run.get("reports", ()):
                 title = f"{group['part']}, exact={group['exact']}, {name}, row {entry['row']}"
                 console.rule(title, style="dim", align="left")
-                console.print(_report(entry).renderable(), soft_wrap=True)
+                console.print(Report.from_dict(entry).renderable(), soft_wrap=True)
     for dtype, found in result["content"].items():
         console.print(
-            f"{dtype}: {found['differing']} of {found['contents']} fixed-shape passes changed a token's logits "
-            f"by their other content (largest difference {found['largest']:.3g})"
+            f"{dtype}: other content changed a token's logits in {found['differing']} of {found['compared']} passes "
+            f"of one shape (largest difference {found['largest']:.3g})"
         )
     made = output.table(
         "dtype x slots", "chain", "identical", "tok/s", "x plain", "tok/round", "accept", "cost",
         title="Rows identical to plain decoding. x plain: speed over the fastest plain; cost: of an exact plain pass",
     )  # fmt: skip
-    found = list(rows(result))
-    for row in found:
+    runs = list(rows(result))
+    for row in runs:
         if row.skipped is None:
             failed = row.exact and row.identical != row.prompts
             made.add_row(*_cells(row), style="bold red" if failed else "")
     console.print(made)
-    for row in found:
+    for row in runs:
         if row.skipped is not None:
             console.print(f"{row.part}: {row.setting}, {row.chain}: skipped: {row.skipped}", style="yellow")
 
@@ -63,10 +63,3 @@ def _cells(row: RunRow) -> tuple[str, ...]:
         output.number(row.tokens_per_second, 1), output.number(row.speedup), output.number(row.tokens_per_round),
         output.number(row.acceptance), "-" if row.cost is None else f"{row.cost:+.0%}",
     )  # fmt: skip
-
-
-def _report(entry: dict[str, Any]) -> Report:
-    """A report from its plain data."""
-    fields = {k: tuple(v) if isinstance(v, list) else v for k, v in entry.items() if k in Report.__dataclass_fields__}
-    views = [{k: v for k, v in view.items() if k in View.__dataclass_fields__} for view in entry["views"]]
-    return Report(**{**fields, "views": tuple(View(**view) for view in views)})

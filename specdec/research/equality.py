@@ -14,7 +14,7 @@ sampling takes the argmax of: log p plus the Gumbel noise of the row's key, so t
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
@@ -63,6 +63,12 @@ class View:
     of_a: float
     of_b: float
 
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> View:
+        """The view that `Report.to_dict` wrote."""
+        tokens, scores = tuple(data["tokens"]), tuple(data["scores"])
+        return View(data["name"], tokens, scores, data["of_a"], data["of_b"])
+
     @property
     def margin(self) -> float:
         return self.scores[0] - self.scores[1]
@@ -100,6 +106,13 @@ class Report:
         """Plain data for JSON."""
         views = [{**asdict(v), "margin": v.margin, "gap": v.gap} for v in self.views]
         return {**asdict(self), "views": views}
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Report:
+        """The report that `to_dict` wrote, also after JSON; other keys are ignored."""
+        known: dict[str, Any] = {k: v for k, v in data.items() if k in Report.__dataclass_fields__}
+        known = {k: tuple(v) if isinstance(v, list) else v for k, v in known.items()}
+        return Report(**{**known, "views": tuple(View.from_dict(view) for view in known["views"])})
 
     def renderable(self) -> RenderableType:
         """The report on one screen."""
@@ -219,8 +232,8 @@ def float32_reference(target: Runner) -> tuple[Any, str | None]:
 def content_dependence(runner: Runner, contents: int = 16, batch: int = 2) -> dict[str, Any]:
     """Whether a token's logits depend on what else is in its pass, shapes being equal: what exact mode rests on.
 
-    One token follows one text; the rest of the pass, in its row and in the others, is random. Returns how many of the
-    `contents` gave other logits than the first, and the largest difference.
+    One token follows one text; the rest of the pass, in its row and in the others, is random. Returns how many passes
+    were compared with the first, how many gave other logits, and the largest difference.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -238,7 +251,7 @@ def content_dependence(runner: Runner, contents: int = 16, batch: int = 2) -> di
         out = runner.step(cache, shapes, to_device(fed, runner.device), [length] * batch, [EXACT_WIDTH] * batch)
         seen.append(out.logits[0, 0].float())
     off = torch.stack([(s - seen[0]).abs().max() for s in seen[1:]])
-    return {"contents": contents, "differing": int((off != 0).sum()), "largest": float(off.max())}
+    return {"compared": len(off), "differing": int((off != 0).sum()), "largest": float(off.max())}
 
 
 @dataclass
