@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Exact mode measured on a GPU: SmolLM2-135M inflated to 1.25 billion parameters, in parts of a few minutes each.
 #   scripts/run_exactness.sh MODEL OUT PART...
-# MODEL  a model folder, a GGUF file, or a folder with that file or its pieces (*.gguf*, joined in the order of names)
+# MODEL  a model folder, a GGUF file, or a folder with that file or its pieces: files over 10 MB, joined by name
 # OUT    a folder for exactness-PART.json; results are written after every group of runs
 # PART   batch-1 | batch-8 | contrast | sampling | float16; none = all
 # PYTHON=python3         the interpreter; reading a GGUF file needs the package gguf
@@ -22,12 +22,10 @@ begin=$SECONDS
 
 if [ ! -f "$model/config.json" ]; then
     # `fetch_folder` finds the joined file in the cache, dequantises it once, and keeps the folder for the next call.
-    name=$("$python" -c "from specdec.research.smollm2 import FILE_NAME; print(FILE_NAME)")
-    cache=$("$python" -c "from specdec.research.smollm2 import default_cache_dir; print(default_cache_dir())")
-    mkdir -p "$cache"
-    if [ ! -f "$cache/$name" ]; then
-        if [ -d "$model" ]; then cat "$model"/*.gguf* > "$cache/$name"; else cp "$model" "$cache/$name"; fi
-    fi
+    where="from specdec.research.smollm2 import FILE_NAME, default_cache_dir; print(default_cache_dir() / FILE_NAME)"
+    file=$("$python" -c "$where")
+    mkdir -p "$(dirname "$file")"
+    [ -f "$file" ] || find "$model" -maxdepth 1 -type f -size +10M | sort | xargs -d '\n' cat > "$file"
     model=$("$python" -c "from specdec.research.smollm2 import fetch_folder; print(fetch_folder())")
     echo "model read after $((SECONDS - begin)) s"
 fi

@@ -81,7 +81,7 @@ def exactness_block(results: Sequence[dict[str, Any]]) -> str:
         table += [_run_row(row) for result in same for row in rows(result)]
         contents = {d: c for r in same for d, c in r["content"].items()}
         notes = [
-            f"{dtype}: other content changed a token's logits in {c['differing']} of {c['compared']} passes of one shape."
+            f"{dtype}: other content changed a token's logits in {c['differing']} of {c['compared']} passes."
             for dtype, c in contents.items()
         ]
         parts += [header, "", " ".join(notes), "", *table, ""]

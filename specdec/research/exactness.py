@@ -5,7 +5,7 @@ mode and sampling, and compares the rows. Rows that differ are explained by `why
 
 - `batch-1`: all prompts, greedy, exact, one slot: the draft model;
 - `batch-8`: all prompts, greedy, eight slots that are refilled: every chain, with exact mode and without;
-- `contrast`: a few prompts, greedy, one slot: every chain, with exact mode and without;
+- `contrast`: a few prompts, greedy, one slot: the other chains with exact mode, the draft model without;
 - `sampling`: a few prompts, sampled under `match` and `coupled`, exact, one slot and eight;
 - `float16`: as `batch-8` with exact mode, in the other half precision (on a GPU).
 
@@ -111,7 +111,10 @@ def plan(config: ExactnessConfig, parts: Iterable[str], dtype: str) -> list[Grou
     groups = {
         "batch-1": [Group("batch-1", dtype, 1, every, True, chains[:1])],
         "batch-8": [Group("batch-8", dtype, SLOTS, every, exact, chains) for exact in (True, False)],
-        "contrast": [Group("contrast", dtype, 1, few, exact, chains) for exact in (True, False)],
+        "contrast": [
+            Group("contrast", dtype, 1, few, True, chains[1:] or chains),  # the first chain is in batch-1
+            Group("contrast", dtype, 1, few, False, chains[:1]),
+        ],
         "sampling": [
             Group("sampling", dtype, batch, few, True, chains[:1], rule)
             for rule in SAMPLED_RULES
