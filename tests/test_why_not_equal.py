@@ -177,7 +177,7 @@ def test_leviathan_samples_are_not_compared(decoder: specdec.SpeculativeDecoder)
 def test_every_difference_of_half_precision_runs_without_exact_mode_is_a_tie() -> None:
     """Row 9 of the faults in the wild: passes of other shapes flip near-ties in bfloat16."""
     decoder = specdec.SpeculativeDecoder(tiny_model("llama", hidden_size=64, vocab=512).to(torch.bfloat16))
-    prompts = [random_ids(5 + i, i, 512) for i in range(8)]
+    prompts = [random_ids(5 + i, i, 512) for i in range(5)]
     plain = decoder.generate(prompts, 24, strategies=[], exact=False, batch_size=1).token_ids
     text = [list(row) for row in plain]
 
@@ -195,7 +195,7 @@ def test_every_difference_of_half_precision_runs_without_exact_mode_is_a_tie() -
     for exact in (False, True):
         plain = decoder.generate(prompts, 24, strategies=[], exact=exact, batch_size=1).token_ids
         fast = decoder.generate(prompts, 24, strategies=[Right()], exact=exact, batch_size=1)
-        assert fast.stats.accepted_tokens > 100
+        assert fast.stats.accepted_tokens > 60
         verdicts = {
             why_not_equal(decoder, p, a, b, reference=None).verdict
             for p, a, b in zip(prompts, plain, fast.token_ids, strict=True)

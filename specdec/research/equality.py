@@ -272,7 +272,7 @@ class _Question:
         if shape not in self._scores:
             runner = self.decoder.target
             logits = replay(runner, self.known, self.prompt_length, shape)
-            unit = torch.finfo(runner.dtype).eps * float(logits.abs().max())
+            unit = torch.finfo(runner.dtype).eps * abs(float(logits.max()))
             self.resolution = max(self.resolution, unit / (self._call.sampling.temperature or 1.0))
             self._scores[shape] = self._choice(logits)
         return self._scores[shape]

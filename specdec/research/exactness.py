@@ -37,7 +37,6 @@ from specdec.research.datasets import Prompt, load_prompts
 from specdec.research.equality import PassShape, content_dependence, float32_reference, why_not_equal
 from specdec.research.inflate import Inflation, coarsen, inflate
 from specdec.result import Generation
-from specdec.runner import EXACT_WIDTH
 
 PARTS = ("batch-1", "batch-8", "contrast", "sampling", "float16")
 SAMPLED_RULES = ("match", "coupled")
@@ -160,7 +159,7 @@ def run_exactness(
             progress(f"building the target in {group.dtype}")
             decoder = models.decoder(group.dtype)
             result["models"] = models.facts(decoder)
-            result["content"][group.dtype] = content_dependence(decoder.target)
+            result["content"][group.dtype] = _content(decoder)
         assert decoder is not None
         result["groups"].append(
             Comparison(config, group, decoder, models.prompts[: group.prompts]).run(deadline, progress)
@@ -168,6 +167,13 @@ def run_exactness(
         result["seconds"] = time.perf_counter() - started
         save(result)
     return result
+
+
+def _content(decoder: SpeculativeDecoder) -> dict[str, Any]:
+    """`content_dependence` at the batch sizes of the benchmark, together."""
+    found = [content_dependence(decoder.target, batch=batch) for batch in (1, SLOTS)]
+    largest = max(f["largest"] for f in found)
+    return {**{k: sum(f[k] for f in found) for k in ("compared", "differing")}, "largest": largest}
 
 
 @dataclass(frozen=True)
@@ -271,7 +277,7 @@ class Comparison:
                 continue
             progress(f"{self._title()}: {name}")
             out, its_figures = self._timed(self._chain(i))
-            runs[name] = {**its_figures, **self._compare(plain.token_ids, out.token_ids)}
+            runs[name] = {**its_figures, **self._compare(plain.token_ids, out)}
         return {**asdict(self.group), "plain": figures, "runs": runs}
 
     def _title(self) -> str:
@@ -302,21 +308,23 @@ class Comparison:
             "failed_rows": out.finish_reasons.count("error"),
         }  # fmt: skip
 
-    def _compare(self, plain: Sequence[list[int]], rows: Sequence[list[int]]) -> dict[str, Any]:
+    def _compare(self, plain: Sequence[list[int]], out: Generation) -> dict[str, Any]:
         """Which rows differ, and why the first of them do."""
-        differing = [i for i, (a, b) in enumerate(zip(plain, rows, strict=True)) if a != b]
+        differing = [i for i, (a, b) in enumerate(zip(plain, out.token_ids, strict=True)) if a != b]
         explained = differing[: self.config.reports]
         if explained and self.reference is None:
             # Where there is no room for a copy, every report says so.
             self.reference = float32_reference(self.decoder.target)[0] or "auto"
-        reports = [{"row": i, **self._explain(i, plain[i], rows[i])} for i in explained]
+        # The widest pass that the row can have seen, as drafts go.
+        widths = [1 + max((r.drafted for r in records), default=0) for records in out.stats.rows]
+        reports = [{"row": i, **self._explain(i, plain[i], out.token_ids[i], widths[i])} for i in explained]
         return {"identical": len(plain) - len(differing), "differing": differing, "reports": reports}
 
-    def _explain(self, row: int, plain: list[int], drafted: list[int]) -> dict[str, Any]:
+    def _explain(self, row: int, plain: list[int], drafted: list[int], width: int) -> dict[str, Any]:
         group = self.group
         capacity = max(len(p) for p in self.prompts) + self.config.max_new_tokens - 1  # the call's
         slots, fixed = min(group.batch, len(self.prompts)), capacity if group.exact else None
-        shapes = [PassShape(n, slots, group.exact, fixed) for n in (1, EXACT_WIDTH)]
+        shapes = [PassShape(n, slots, group.exact, fixed) for n in (1, width)]
         options = {k: v for k, v in self._options().items() if k in ("temperature", "acceptance", "seed")}
         return why_not_equal(
             self.decoder, self.prompts[row], plain, drafted, names=("plain", "speculative"), shape_a=shapes[0],
