@@ -2,6 +2,7 @@
 
     specdec bench --smoke --out results/bench_smoke_cpu.json     # README.md
     scripts/run_exactness.sh MODEL results                       # docs/exactness.md, on a GPU
+    python scripts/measure_ngrams.py WHAT --out results/ngram_WHAT.json    # docs/ngram.md, cost and acceptance
     python scripts/write_results.py
 
 A test fails when a block is not the one that its files give.
@@ -16,12 +17,15 @@ from typing import Any
 
 from specdec.research.exactness import PARTS
 from specdec.research.exactness_summary import RunRow, rows
+from specdec.research.ngram_report import acceptance_block, cost_block
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results" / "bench_smoke_cpu.json"
 README = ROOT / "README.md"
 EXACTNESS = ROOT / "docs" / "exactness.md"
 EXACTNESS_RESULTS = [ROOT / "results" / f"exactness-{part}.json" for part in PARTS]
+NGRAM = ROOT / "docs" / "ngram.md"
+NGRAM_BLOCKS = {"ngram_cost.json": cost_block, "ngram_acceptance.json": acceptance_block}
 START, END = "<!-- results:start -->", "<!-- results:end -->"
 TITLES = {
     "smollm2-135m": "SmolLM2-135M-Instruct, `prompt-lookup`",
@@ -135,6 +139,9 @@ def documents() -> dict[Path, str]:
     made = {EXACTNESS: exactness_block(found)}
     if RESULTS.is_file():
         made[README] = block(json.loads(RESULTS.read_text(encoding="utf-8")))
+    ngram = [(ROOT / "results" / name, make) for name, make in NGRAM_BLOCKS.items()]
+    measured = [make(json.loads(path.read_text(encoding="utf-8"))) for path, make in ngram if path.is_file()]
+    made[NGRAM] = "\n\n".join(measured) or "Not measured yet."
     return {path: replaced(path.read_text(encoding="utf-8"), text) for path, text in made.items()}
 
 
