@@ -10,8 +10,11 @@ really drawn from.
 - `leviathan` (Leviathan et al. 2023; Chen et al. 2023): x ~ q stands with probability min(1, p(x) / q(x)); on a
   rejection the residual norm(max(0, p - q)) is sampled, and p itself where the residual is empty. Rows whose draft
   makes no claim about q are judged by `match`, which has the same law for deterministic proposals.
+- `coupled` (Daliri, Musco & Suresh 2024; Gumbel coupling): judged as `match` is, but model drafters draw from q with
+  the random numbers that the target draws from p with. Equal numbers make equal tokens likely: the acceptance is
+  sum_x 1 / sum_y max(p_y / p_x, q_y / q_x) (theory.expected_acceptance), and the text is still plain decoding's.
 
-Greedy is the T -> 0 case of both: a drafted token stands iff it is the argmax.
+Greedy is the T -> 0 case of all: a drafted token stands iff it is the argmax.
 
 Rules are an open seam: `register_rule` adds one. A rule that changes the output's law must say `lossy=True`.
 """
@@ -88,11 +91,12 @@ class Verdict:
 class AcceptanceRule:
     """stands(block) -> bool [B, S]; follow(block, accepted [B]) -> ids [B], for a law of at least one token.
 
-    proposal: how model drafters must propose under this rule: their argmax, or a sample of q.
+    proposal: how model drafters must propose under this rule: their argmax, a sample of q, or ("coupled") the sample of
+    q that the target's own random numbers give.
     """
 
     name: str
-    proposal: Literal["argmax", "sample"]
+    proposal: Literal["argmax", "sample", "coupled"]
     stands: Callable[[Block], Tensor]
     follow: Callable[[Block, Tensor], Tensor]
     lossy: bool = False
@@ -166,6 +170,7 @@ def register_rule(rule: AcceptanceRule) -> AcceptanceRule:
 
 MATCH = register_rule(AcceptanceRule("match", "argmax", _match_stands, _match_follow))
 LEVIATHAN = register_rule(AcceptanceRule("leviathan", "sample", _leviathan_stands, _leviathan_follow))
+COUPLED = register_rule(AcceptanceRule("coupled", "coupled", _match_stands, _match_follow))
 
 
 def find_rule(rule: Any) -> AcceptanceRule:

@@ -203,7 +203,8 @@ class Engine:
     def _proposal_laws(self, drafts: dict[int, Draft], scores: Tensor) -> tuple[Tensor | None, Tensor | None, bool]:
         """q [B, S, V] aligned with the scores, which rows claim one [B], and whether all drafted rows do."""
         claims = {b: d.q for b, d in drafts.items() if d.q is not None and len(d) > 0}
-        if not claims:
+        # Under coupled q is for the records alone: acceptance compares tokens.
+        if not claims or (self.rule.proposal == "coupled" and not self.record):
             return None, None, False
         width = scores.shape[1]
         q = torch.zeros_like(scores)

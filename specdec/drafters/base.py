@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.sampling import Sampling
+from specdec.sampling import Purpose, Sampling
 
 if TYPE_CHECKING:
     from transformers import LogitsProcessorList, PreTrainedTokenizerBase
@@ -42,13 +42,24 @@ class RowNoise:
 class RowSampling:
     """How the target will be sampled in this row, so that a drafter's q is comparable with p.
 
-    proposal: "argmax" or "sample" (what the acceptance rule wants of model drafters); processors: the row's
+    proposal: "argmax", "sample" or "coupled" (what the acceptance rule wants of model drafters); processors: the row's
     text-reading processors or None.
     """
 
     sampling: Sampling
     proposal: str
     processors: LogitsProcessorList | None = None
+
+    @property
+    def drawn(self) -> bool:
+        """Whether proposals are drawn from q; else they are its argmax."""
+        return self.proposal != "argmax" and not self.sampling.greedy
+
+    def streams(self, noise: RowNoise) -> tuple[int, Purpose]:
+        """The key and the purpose of the draws: the target's own under coupled, fresh in every round otherwise."""
+        if self.proposal == "coupled":
+            return noise.key, Purpose.SAMPLE
+        return noise.round_key, Purpose.DRAFT
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from specdec.drafters.base import (
 from specdec.errors import SpecdecError
 from specdec.kv_cache import KeptRows
 from specdec.runner import Runner, Shapes, to_device
-from specdec.sampling import History, Purpose, race, streams
+from specdec.sampling import History, race, streams
 
 DEFAULTS: dict[str, Any] = {"n_max": 5, "n_min": 0, "p_min": 0.0, "p_split": 0.1, "top_n": None}
 PRESETS: dict[str, dict[str, Any]] = {
@@ -120,7 +120,7 @@ class DraftModel(BaseDrafter):
         """k draft steps for the rows of `requests`; the other rows ride along as padding."""
         core, vocab = self._core, self._context.vocab_size
         first = requests[0].sampling
-        sampled = first is not None and first.proposal == "sample" and not first.sampling.greedy
+        sampled = first is not None and first.drawn
         logits = core.catch_up(requests)  # [B, V_draft]
         steps = _Steps(core, requests, sampled)
         alive = torch.ones(core.batch, dtype=torch.bool, device=core.runner.device)
@@ -174,8 +174,9 @@ class _Steps:
         if sampled:
             keys, positions = [0] * core.batch, [0] * core.batch
             for r in requests:
-                assert r.noise is not None
-                keys[r.row], positions[r.row] = r.noise.round_key, len(r.tokens) + 1
+                assert r.noise is not None and r.sampling is not None
+                keys[r.row], self.purpose = r.sampling.streams(r.noise)
+                positions[r.row] = len(r.tokens) + 1
             self.keys, self.positions = to_device([keys, positions], device)
         self.known: list[Tensor | None] = [None] * core.batch
         self.processors: list[Any] = [None] * core.batch
@@ -190,7 +191,7 @@ class _Steps:
         alive = alive & scores.amax(dim=-1).isfinite()  # a broken draft proposes nothing; the target is unharmed
         if self.sampled:
             q = torch.softmax(scores, dim=-1)
-            token = race(q, streams(self.keys, self.positions + len(self.tokens), Purpose.DRAFT))
+            token = race(q, streams(self.keys, self.positions + len(self.tokens), self.purpose))
             self.q.append(q)
         else:
             token = scores.argmax(dim=-1)
