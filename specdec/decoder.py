@@ -255,12 +255,13 @@ class Call:
         decoder, target = self.decoder, self.decoder.target
         keep = self.settings.keep_state
         previous = decoder._kept_chain if keep else None
+        shapes = Shapes.choose(target.device, self.exact, self.capacity)
         context = DraftContext(
             self.batch, self.capacity, target.vocab_size, decoder.draft, decoder.tokenizer, decoder.draft_tokenizer,
             decoder.reader, dict(zip(previous.labels, previous.drafters, strict=True)) if previous else {},
+            shapes.verify_width - 1,
         )  # fmt: skip
         chain = build_chain(self.drafters, context)
-        shapes = Shapes.choose(target.device, self.exact, self.capacity)
         # A tree's nodes lie side by side in slots that a chain of the same depth would not need.
         spare = shapes.verify_width if tree_makers(self.drafters) else 0
         self.reads_before = decoder.reader.count

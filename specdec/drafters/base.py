@@ -126,7 +126,8 @@ class Draft:
 @dataclass
 class DraftContext:
     """What a call offers its drafters: batch = number of slots, capacity = most tokens a row can reach, previous =
-    the drafters of the call before by their labels, under `keep_state` (else empty)."""
+    the drafters of the call before by their labels, under `keep_state` (else empty), nodes = most nodes of a tree that
+    are verified."""
 
     batch: int
     capacity: int
@@ -136,6 +137,7 @@ class DraftContext:
     draft_tokenizer: PreTrainedTokenizerBase | None = None
     reader: HostReader | None = None
     previous: Mapping[str, Any] = field(default_factory=dict)
+    nodes: int = 15
 
 
 @runtime_checkable
