@@ -189,13 +189,13 @@ def _match_follow(block: Block, column: Tensor) -> Tensor:
 def _match_descend(block: Block, column: Tensor) -> Tensor:
     """The first child that is the target's own token."""
     found = torch.zeros_like(column)
-    for child, node, tested in _children(block, column):
+    for child, node, tested in children_of(block, column):
         fits = tested & (_pick(block.draft, node) == _pick(block.own, column))
         found = torch.where((found == 0) & fits, child, found)
     return found
 
 
-def _children(block: Block, column: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def children_of(block: Block, column: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """The children of one column a row, in order of proposal: their columns, their nodes, and whether they exist."""
     assert block.tree is not None
     for child in _pick(block.tree.children, column).unbind(dim=1):
@@ -233,7 +233,7 @@ def reject_siblings(block: Block, column: Tensor) -> Siblings:
     stream = streams(block.keys, position, Purpose.ACCEPT)
     law = _pick(block.p, column)
     found, rejected = torch.zeros_like(column), torch.zeros_like(block.has_q)
-    for i, (child, node, exists) in enumerate(_children(block, column)):
+    for i, (child, node, exists) in enumerate(children_of(block, column)):
         tested = exists & block.has_q & (found == 0)
         token, q = _pick(block.draft, node)[:, None], _pick(block.q, node)  # [B, 1], [B, V]
         # A coin of its own for each sibling; the first one's is the chain's, whatever else the pass holds.

@@ -76,15 +76,18 @@ def plan_parents(plan: Plan) -> Parents:
     return tuple(parents)
 
 
-def without_replacement(q: Tensor, tokens: Tensor) -> Tensor:
-    """The law of each of C tokens drawn one after the other: q [..., V], tokens [..., C] -> [..., C, V]; all zero where
-    nothing was left to draw from."""
+def draw_siblings(q: Tensor, stream: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Draw `count` tokens without replacement: q [..., V], streams [...] -> tokens [..., C] and laws [..., C, V].
+
+    The first is `race(q, stream)`. The law of each is that given the tokens before it; all zero where nothing was left
+    to draw from, and the token is then any."""
+    tokens = (exponential(stream, q.shape[-1]) / q).topk(count, largest=False).indices
     laws, left = [], q
-    for i in range(tokens.shape[-1]):
+    for i in range(count):
         mass = left.sum(dim=-1, keepdim=True)
         laws.append(torch.where(mass > 0, left / mass, 0.0))
         left = left.scatter(-1, tokens[..., i : i + 1], 0.0)
-    return torch.stack(laws, dim=-2)
+    return tokens, torch.stack(laws, dim=-2)
 
 
 class Growth:
@@ -181,11 +184,9 @@ class Growth:
         laws = None
         if self.drawn:
             q = torch.softmax(scores, dim=-1)
-            times = exponential(self._streams(level, logits.shape[1]), self.vocab) / q
-            tokens = times.topk(most, largest=False).indices
-            laws = without_replacement(q, tokens)  # [B, F, C, V]
+            tokens, laws = draw_siblings(q, self._streams(level, logits.shape[1]), most)  # [B, F, C], [B, F, C, V]
         else:
-            tokens = scores.topk(most).indices  # [B, F, C]
+            tokens = scores.topk(most).indices
         for row, row_counts in counts.items():
             first, picks = len(self.parents[row]), []
             for i, (node, count) in enumerate(zip(self.frontier[row], row_counts, strict=True)):
