@@ -132,8 +132,8 @@ class AcceptanceRule:
     proposal: Literal["argmax", "sample", "coupled"]
     stands: Callable[[Block], Tensor]
     follow: Callable[[Block, Tensor], Tensor]
-    descend: Callable[[Block, Tensor], Tensor] | None = None
     lossy: bool = False
+    descend: Callable[[Block, Tensor], Tensor] | None = None
 
 
 def judge(block: Block, rule: AcceptanceRule) -> Verdict:
@@ -295,11 +295,11 @@ def register_rule(rule: AcceptanceRule) -> AcceptanceRule:
     return rule
 
 
-MATCH = register_rule(AcceptanceRule("match", "argmax", _match_stands, _match_follow, _match_descend))
+MATCH = register_rule(AcceptanceRule("match", "argmax", _match_stands, _match_follow, descend=_match_descend))
 LEVIATHAN = register_rule(
-    AcceptanceRule("leviathan", "sample", _leviathan_stands, _leviathan_follow, _leviathan_descend)
+    AcceptanceRule("leviathan", "sample", _leviathan_stands, _leviathan_follow, descend=_leviathan_descend)
 )
-COUPLED = register_rule(AcceptanceRule("coupled", "coupled", _match_stands, _match_follow, _match_descend))
+COUPLED = register_rule(AcceptanceRule("coupled", "coupled", _match_stands, _match_follow, descend=_match_descend))
 
 
 def find_rule(rule: Any) -> AcceptanceRule:

@@ -80,10 +80,10 @@ BROKEN_TREE_RULES = {
     rule.name: rule
     for rule in (
         AcceptanceRule(
-            "no-residual-between-siblings", "sample", LEVIATHAN.stands, LEVIATHAN.follow, _descend_by_plain_law, True
+            "no-residual-between-siblings", "sample", LEVIATHAN.stands, LEVIATHAN.follow, True, _descend_by_plain_law
         ),
         AcceptanceRule(
-            "no-residual-after-siblings", "sample", LEVIATHAN.stands, _follow_target_in_tree, LEVIATHAN.descend, True
+            "no-residual-after-siblings", "sample", LEVIATHAN.stands, _follow_target_in_tree, True, LEVIATHAN.descend
         ),
     )
 }
