@@ -1,20 +1,31 @@
-"""Write the README's results block from results/bench_smoke_cpu.json, the output of `specdec bench --smoke`.
+"""Write the blocks of results in the documents from the JSON documents in results/.
 
-    specdec bench --smoke --out results/bench_smoke_cpu.json
+    specdec bench --smoke --out results/bench_smoke_cpu.json     # README.md
+    scripts/run_exactness.sh MODEL results                       # docs/exactness.md, on a GPU
+    python scripts/measure_ngrams.py WHAT --out results/ngram_WHAT.json    # docs/ngram.md, cost and acceptance
     python scripts/write_results.py
 
-A test fails when the block is not the one that the file gives.
+A test fails when a block is not the one that its files give.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from specdec.research.exactness import PARTS
+from specdec.research.exactness_summary import RunRow, rows
+from specdec.research.ngram_report import acceptance_block, cost_block
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results" / "bench_smoke_cpu.json"
 README = ROOT / "README.md"
+EXACTNESS = ROOT / "docs" / "exactness.md"
+EXACTNESS_RESULTS = [ROOT / "results" / f"exactness-{part}.json" for part in PARTS]
+NGRAM = ROOT / "docs" / "ngram.md"
+NGRAM_BLOCKS = {"ngram_cost.json": cost_block, "ngram_acceptance.json": acceptance_block}
 START, END = "<!-- results:start -->", "<!-- results:end -->"
 TITLES = {
     "smollm2-135m": "SmolLM2-135M-Instruct, `prompt-lookup`",
@@ -61,17 +72,83 @@ def _ratio(entry: dict[str, float]) -> str:
     return f"{entry['median']:.2f} ({entry['min']:.2f}-{entry['max']:.2f})"
 
 
+def exactness_block(results: Sequence[dict[str, Any]]) -> str:
+    """The Markdown of the exactness documents: one header for each machine and state of the code, then the runs."""
+    if not results:
+        return "Not measured yet."
+    parts: list[str] = []
+    for header in dict.fromkeys(_made_with(r) for r in results):
+        same = [r for r in results if _made_with(r) == header]
+        heads = ("dtype x slots", "chain", "identical rows", "differing rows", "tok/s", "speed : fastest plain")
+        heads = (*heads, "tokens per round", "acceptance", "cost of exact")
+        table = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
+        table += [_run_row(row) for result in same for row in rows(result)]
+        contents = {d: c for r in same for d, c in r["content"].items()}
+        notes = [
+            f"{dtype}: other content changed a token's logits in {c['differing']} of {c['compared']} passes."
+            for dtype, c in contents.items()
+        ]
+        parts += [header, "", " ".join(notes), "", *table, ""]
+    return "\n".join(parts).rstrip()
+
+
+def _made_with(result: dict[str, Any]) -> str:
+    machine, versions, config, target = (result[k] for k in ("machine", "versions", "config", "models"))
+    model = f"{config['target']}" + (f" inflated to {config['inflate']}" if config["inflate"] else "")
+    size = f"{target['target']['parameters'] / 1e9:.2f} billion parameters" if target else "nothing run"
+    draft = config["draft"] or f"its small self, coarsened by {config['coarsen']:g}"
+    return (
+        f"Measured by `specdec bench --exactness` on {result['date']}: {machine['gpu'] or machine['processor']}, torch "
+        f"{versions['torch']}, transformers {versions['transformers']}, specdec {versions['specdec']} at commit "
+        f"{result['commit']}. Target {model} ({size}), draft {draft}; {config['dataset']}, {config['max_new_tokens']} "
+        "tokens a row, eager passes."
+    )
+
+
+def _run_row(row: RunRow) -> str:
+    if row.skipped is not None:
+        return f"| {row.setting} | {row.chain} | skipped: {row.skipped} | | | | | | |"
+    assert row.identical is not None
+    figures = [_figure(x, ".2f") for x in (row.speedup, row.tokens_per_round, row.acceptance)]
+    others = row.prompts - row.identical
+    differing = f"{others} (explained: {row.verdicts})" if others else "0"
+    cells = [row.setting, row.chain, f"{row.identical} of {row.prompts}", differing]
+    cells += [_figure(row.tokens_per_second, ".1f"), *figures, _figure(row.cost, "+.1%")]
+    return f"| {' | '.join(cells)} |"
+
+
+def _figure(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def replaced(text: str, made: str) -> str:
+    """A document with its block replaced."""
+    before, rest = text.split(START, 1)
+    _, after = rest.split(END, 1)
+    return f"{before}{START}\n{made}\n{END}{after}"
+
+
 def with_block(readme: str, result: dict[str, Any]) -> str:
     """The README with its block replaced."""
-    before, rest = readme.split(START, 1)
-    _, after = rest.split(END, 1)
-    return f"{before}{START}\n{block(result)}\n{END}{after}"
+    return replaced(readme, block(result))
+
+
+def documents() -> dict[Path, str]:
+    """Every document with results, as it must read."""
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in EXACTNESS_RESULTS if path.is_file()]
+    made = {EXACTNESS: exactness_block(found)}
+    if RESULTS.is_file():
+        made[README] = block(json.loads(RESULTS.read_text(encoding="utf-8")))
+    ngram = [(ROOT / "results" / name, make) for name, make in NGRAM_BLOCKS.items()]
+    measured = [make(json.loads(path.read_text(encoding="utf-8"))) for path, make in ngram if path.is_file()]
+    made[NGRAM] = "\n\n".join(measured) or "Not measured yet."
+    return {path: replaced(path.read_text(encoding="utf-8"), text) for path, text in made.items()}
 
 
 def main() -> None:
-    """Rewrite the README in place."""
-    result = json.loads(RESULTS.read_text(encoding="utf-8"))
-    README.write_text(with_block(README.read_text(encoding="utf-8"), result), encoding="utf-8")
+    """Rewrite the documents in place."""
+    for path, text in documents().items():
+        path.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

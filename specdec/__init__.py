@@ -5,7 +5,22 @@ __version__ = "0.1.0"
 from specdec.acceptance import AcceptanceRule, register_rule
 from specdec.config import UNSET, GenerationSettings, PairConfig, RunConfig
 from specdec.decoder import SpeculativeDecoder
-from specdec.drafters import STRATEGIES, Draft, Drafter, DraftModel, DraftRequest, NgramSimple, PromptLookup
+from specdec.drafters import (
+    STRATEGIES,
+    Draft,
+    Drafter,
+    DraftModel,
+    DraftRequest,
+    LookupCache,
+    NgramCache,
+    NgramMapK,
+    NgramMapK4V,
+    NgramMod,
+    NgramSimple,
+    PromptLookup,
+    Suffix,
+    SuffixStore,
+)  # fmt: skip
 from specdec.errors import SpecdecError
 from specdec.loading import LoadedPair, load_pair
 from specdec.report import PairReport
@@ -14,6 +29,7 @@ from specdec.stats import Stats
 
 __all__ = [
     "STRATEGIES", "UNSET", "AcceptanceRule", "Draft", "DraftModel", "DraftRequest", "Drafter", "Generation",
-    "GenerationSettings", "LoadedPair", "NgramSimple", "PairConfig", "PairReport", "PromptLookup", "Round", "RunConfig",
-    "SpecdecError", "SpeculativeDecoder", "Stats", "load_pair", "register_rule",
+    "GenerationSettings", "LoadedPair", "LookupCache", "NgramCache", "NgramMapK", "NgramMapK4V", "NgramMod",
+    "NgramSimple", "PairConfig", "PairReport", "PromptLookup", "Round", "RunConfig", "SpecdecError",
+    "SpeculativeDecoder", "Stats", "Suffix", "SuffixStore", "load_pair", "register_rule",
 ]  # fmt: skip

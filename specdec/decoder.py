@@ -177,18 +177,24 @@ class SpeculativeDecoder:
         choice = self.exact if choice is UNSET else choice
         config = self.target.config
         experts = any(getattr(config, n, None) for n in ("num_experts", "num_local_experts", "n_routed_experts"))
+        # Experts that are one batched product a token see no other tokens; all other implementations group tokens.
+        grouped = experts and getattr(config, "_experts_implementation", None) != "batched_mm"
         trees = tree_makers(drafters)
         quantised = getattr(self.target.model.config, "quantization_config", None) is not None
         if choice == "auto":
             half = self.target.dtype in (torch.bfloat16, torch.float16)
             return self.target.device.type == "cuda" and half and not experts and not quantised and not trees
-        if choice and (experts or quantised):
-            kind = "mixture-of-experts" if experts else "quantised"
-            raise SpecdecError(f"exact=True does not cover {kind} models: their passes depend on what else is in them")
         if choice and trees:
             raise SpecdecError(
                 f"exact=True does not cover trees, which strategy {trees[0]!r} can make: an ancestor in another slot "
                 "changes the order of summation"
+            )
+        if choice and quantised:
+            raise SpecdecError("exact=True does not cover quantised models: their kernels have not been measured")
+        if choice and grouped:
+            raise SpecdecError(
+                "exact=True does not cover mixture-of-experts models that group tokens by expert: their passes depend "
+                'on what else is in them; model.set_experts_implementation("batched_mm") makes them independent'
             )
         return bool(choice)
 

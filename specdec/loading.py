@@ -104,6 +104,15 @@ def inspect_pair(
     return _plan_pair(pair_config(target, draft, options), translate)[2]
 
 
+def load_tokenizer(name: str | Path, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a hub id, a folder, a GGUF file, or of the embedded models (`demo`). Raises SpecdecError."""
+    source = Source.parse("demo-target" if str(name) == "demo" else name)
+    options = {"trust_remote_code": trust_remote_code, **({"revision": revision} if revision else {})}
+    return _guarded(
+        f"tokenizer of {name}", AutoTokenizer.from_pretrained, source.path, **options, **source.arguments
+    )  # fmt: skip
+
+
 def pair_config(target: str | Path, draft: str | Path | None, options: Mapping[str, Any]) -> PairConfig:
     """Loading options as a PairConfig. Raises SpecdecError for an unknown name."""
     return from_dict(PairConfig, {"target": target, "draft": draft, **options}, "the loading options")
@@ -319,5 +328,5 @@ def self_test(runner: Runner, role: str) -> None:
 
 __all__ = [
     "LoadedPair", "Source", "check_is_model", "check_model_kind", "check_modules", "context_length", "inspect_pair",
-    "load_pair", "self_test",
+    "load_pair", "load_tokenizer", "self_test",
 ]  # fmt: skip

@@ -13,7 +13,8 @@ from specdec.errors import SpecdecError
 from specdec.research import smollm2
 
 # More threads than free cores make small operations slower by orders of magnitude; set 1 on a busy machine.
-torch.set_num_threads(int(os.environ.get("SPECDEC_THREADS", "2")))
+_DEFAULT = "1" if "PYTEST_XDIST_WORKER" in os.environ else "2"
+torch.set_num_threads(int(os.environ.get("SPECDEC_THREADS", _DEFAULT)))
 settings.register_profile("specdec", deadline=None, derandomize=True)
 settings.load_profile("specdec")
 

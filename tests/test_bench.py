@@ -13,7 +13,6 @@ from specdec.errors import SpecdecError
 from specdec.research import bench
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "results" / "bench_smoke_cpu.json"
 
 
 @pytest.fixture(scope="module")
@@ -132,9 +131,31 @@ def test_the_block_holds_the_figures(quick: dict[str, Any], write_results: Any) 
     assert write_results.with_block(new, skipped) == new
 
 
-def test_the_readme_shows_the_committed_results(write_results: Any) -> None:
-    if not RESULTS.is_file():
-        pytest.skip("results/bench_smoke_cpu.json does not exist yet")
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    expected = write_results.with_block(readme, json.loads(RESULTS.read_text(encoding="utf-8")))
-    assert readme == expected, "run scripts/write_results.py"
+def test_the_exactness_block_holds_the_figures_of_every_file(write_results: Any) -> None:
+    run = {"identical": 99, "failed_rows": 0, "tokens_per_second": 31.4, "tokens_per_round": 2.5, "acceptance": 0.78}
+    group = {"part": "contrast", "dtype": "bfloat16", "batch": 1, "prompts": 100, "exact": False, "rule": None}
+    plain = {"tokens_per_second": 20.0, "ms_per_pass": 40.0}
+    document = {
+        "config": {"target": "m", "draft": None, "inflate": "1b", "coarsen": 0.2, "dataset": "d", "max_new_tokens": 64,
+                   "temperature": 0.8},
+        "models": {"target": {"parameters": 1_250_000_000}}, "date": "2026-01-01", "commit": "abc", "versions":
+        {"torch": "2.11", "transformers": "5.17", "specdec": "0.1.0"}, "machine": {"gpu": "G", "processor": "P"},
+        "content": {"bfloat16": {"compared": 15, "differing": 0, "largest": 0.0}},
+        "groups": [
+            {**group, "plain": plain, "runs": {"lookup": {**run, "reports": [{"verdict": "tie"}]}}},
+            {**group, "rule": "coupled", "skipped": "unknown rule"},
+        ],
+    }  # fmt: skip
+    made = write_results.exactness_block([document, {**document, "commit": "def"}])
+    assert made.count("| bfloat16 x 1, greedy | lookup | 99 of 100 | 1 (explained: 1 tie) | 31.4 | 1.57 | 2.50 ") == 2
+    assert made.count("at commit abc. Target m inflated to 1b (1.25 billion parameters)") == 1
+    assert "in 0 of 15 passes" in made
+    assert "coupled at T = 0.8 | - | skipped: unknown rule" in made
+    assert write_results.exactness_block([]) == "Not measured yet."
+
+
+def test_the_documents_show_the_committed_results(write_results: Any) -> None:
+    documents = write_results.documents()
+    assert {path.name for path in documents} == {"README.md", "exactness.md"}
+    for path, text in documents.items():
+        assert path.read_text(encoding="utf-8") == text, "run scripts/write_results.py"

@@ -9,6 +9,9 @@ import torch
 
 import specdec
 from specdec.decoder import Call
+from specdec.research.equality import content_dependence
+from specdec.research.inflate import coarsen, inflate
+from specdec.runner import Runner
 from tests.helpers.tiny import tiny_model
 
 pytestmark = pytest.mark.gpu
@@ -86,6 +89,29 @@ def test_bfloat16_is_exact_by_default(decoder: specdec.SpeculativeDecoder, batch
         assert plain.provenance["exact"]
         assert fast.token_ids == plain.token_ids
         assert fast.stats.accepted_tokens > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["llama", "batched experts"])
+def test_content_does_not_change_logits_in_a_fixed_shape(kind: str, dtype: torch.dtype) -> None:
+    model = tiny_model("llama" if kind == "llama" else "mixtral", hidden_size=256, intermediate_size=512)
+    if kind != "llama":
+        model.set_experts_implementation("batched_mm")
+    runner = Runner(model.to("cuda", dtype))
+    for batch in (1, 8):
+        assert content_dependence(runner, 64, batch)["differing"] == 0
+
+
+def test_an_inflated_model_is_made_on_the_device_and_is_exact() -> None:
+    small = tiny_model("llama")
+    big = inflate(small, hidden_size=128, layers=6, intermediate_size=256, dtype=torch.bfloat16, device="cuda")
+    assert {p.device.type for p in big.parameters()} == {"cuda"}
+    dec = specdec.SpeculativeDecoder(big, coarsen(small, 0.3).to("cuda", torch.bfloat16))
+    plain = dec.generate([[1, 2, 3], [4, 5]], 32, strategies=[])
+    fast = dec.generate([[1, 2, 3], [4, 5]], 32)
+    assert plain.provenance["exact"]
+    assert fast.token_ids == plain.token_ids
+    assert fast.stats.accepted_tokens > 0
 
 
 def test_a_mixture_of_experts_is_not_claimed_exact() -> None:

@@ -1,4 +1,4 @@
-"""`specdec bench --smoke`: this machine's figures in a few minutes."""
+"""`specdec bench --smoke | --exactness`: this machine's figures, and whether output equals plain decoding's."""
 
 from __future__ import annotations
 
@@ -10,37 +10,73 @@ import typer
 from rich.console import Console
 
 from specdec.cli import output
+from specdec.cli.exactness import exactness_config, print_exactness
+from specdec.cli.inputs import given
 from specdec.errors import SpecdecError
 from specdec.research.bench import METHODS, SUITES, equal, run_smoke
+from specdec.research.exactness import PARTS, run_exactness
+from specdec.research.exactness_summary import exact_holds
 
 FAILED = 1
 
 
 def bench(
-    smoke: Annotated[bool, typer.Option("--smoke", help="The small benchmark, so far the only one.")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer prompts and repeats: under a minute.")] = False,
-    suite: Annotated[list[str] | None, typer.Option(help="Only this suite; may be given several times.")] = None,
+    smoke: Annotated[bool, typer.Option("--smoke", help="Speeds, in a few minutes.")] = False,
+    exactness: Annotated[bool, typer.Option("--exactness", help="Equality with plain decoding, and its cost.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="smoke: fewer prompts and repeats.")] = False,
+    suite: Annotated[list[str] | None, typer.Option(help="smoke: only this suite; several times.")] = None,
+    config: Annotated[Path | None, typer.Option(help="exactness: settings as a YAML file.")] = None,
+    target: Annotated[str | None, typer.Option(help="exactness: hub id, folder, GGUF file or demo-target.")] = None,
+    draft: Annotated[str | None, typer.Option(help="exactness: the draft; default: the target, coarsened.")] = None,
+    inflate: Annotated[str | None, typer.Option(help="exactness: grow the target: 1b, 3b, hidden_size=...:...")] = None,
+    prompts: Annotated[int | None, typer.Option(min=1, help="exactness: number of prompts.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="exactness: tokens of a row.")] = None,
+    device: Annotated[str | None, typer.Option(help="exactness: cpu or cuda[:n].")] = None,
+    dtype: Annotated[str | None, typer.Option(help="exactness: float32, bfloat16 or float16.")] = None,
+    part: Annotated[list[str] | None, typer.Option(help="exactness: only this part; several times.")] = None,
+    time_limit: Annotated[float | None, typer.Option(help="exactness: seconds after which no run starts.")] = None,
     out: Annotated[Path | None, typer.Option(help="Also write the JSON document to this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Measure transformers, plain and speculative decoding in turns, and compare their token ids.
+    """Measure transformers, plain and speculative decoding in turns, and compare their token ids; or compare plain and
+    speculative decoding row by row, with exact mode and without.
 
-    Exit status 1: a method's token ids differ from plain decoding's.
+    Exit status 1: token ids differ from plain decoding's (without exact mode they may, and do not count).
     """
-    if not smoke:
-        raise SpecdecError("bench needs --smoke: it is the only benchmark so far")
+    if smoke == exactness:
+        raise SpecdecError("bench needs --smoke or --exactness, one of them")
+    options = given(
+        inflate=inflate, prompts=prompts, max_new_tokens=max_new_tokens, device=device, dtype=dtype,
+    )  # fmt: skip
+    others = given(config=config, target=target, draft=draft, part=part, time_limit=time_limit, **options)
+    foreign = list(others) if smoke else [n for n, v in (("quick", quick), ("suite", suite)) if v]
+    if foreign:
+        raise SpecdecError(f"--{foreign[0].replace('_', '-')} is no option of {'--smoke' if smoke else '--exactness'}")
     if out is not None:
         _check_writable(out)
-    with output.progress("benchmark") as advance:
-        result = run_smoke(quick, suite or tuple(SUITES), advance)
-    if out is not None:
-        out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if smoke:
+        with output.progress("benchmark") as advance:
+            result = run_smoke(quick, suite or tuple(SUITES), advance)
+        passed = equal(result)
+    else:
+        settings = exactness_config(config, target, draft, options)
+        with output.progress("exactness") as advance:
+            result = run_exactness(settings, part or PARTS, time_limit, advance, lambda so_far: _save(out, so_far))
+        passed = exact_holds(result)
+    _save(out, result)
     if as_json:
         output.print_json(result)
-    else:
+    elif smoke:
         _print(output.stdout(), result)
-    if not equal(result):
+    else:
+        print_exactness(output.stdout(), result)
+    if not passed:
         raise typer.Exit(FAILED)
+
+
+def _save(path: Path | None, result: dict[str, Any]) -> None:
+    if path is not None:
+        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def _check_writable(path: Path) -> None:

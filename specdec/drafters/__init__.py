@@ -10,14 +10,25 @@ import yaml
 from specdec.config import unknown_name
 from specdec.drafters.base import Draft, Drafter, DraftRequest
 from specdec.drafters.draft_model import DraftModel
+from specdec.drafters.lookup_cache import LookupCache
+from specdec.drafters.ngram_cache import NgramCache
+from specdec.drafters.ngram_map import NgramMapK, NgramMapK4V
+from specdec.drafters.ngram_mod import NgramMod
 from specdec.drafters.ngram_simple import NgramSimple
 from specdec.drafters.prompt_lookup import PromptLookup
+from specdec.drafters.suffix import Suffix
+from specdec.drafters.suffix_index import SuffixStore
 from specdec.errors import SpecdecError
 
 STRATEGIES: dict[str, type[Any]] = {
     "draft-model": DraftModel,
     "prompt-lookup": PromptLookup,
+    "suffix": Suffix,
     "ngram-simple": NgramSimple,
+    "ngram-map-k": NgramMapK,
+    "ngram-map-k4v": NgramMapK4V,
+    "ngram-mod": NgramMod,
+    "ngram-cache": NgramCache,
 }
 
 
@@ -73,5 +84,6 @@ def _named(name: str, options: Mapping[str, Any]) -> Any:
 
 
 __all__ = [
-    "STRATEGIES", "Draft", "DraftModel", "DraftRequest", "Drafter", "NgramSimple", "PromptLookup", "make_drafters",
+    "STRATEGIES", "Draft", "DraftModel", "DraftRequest", "Drafter", "LookupCache", "NgramCache", "NgramMapK",
+    "NgramMapK4V", "NgramMod", "NgramSimple", "PromptLookup", "Suffix", "SuffixStore", "make_drafters",
 ]  # fmt: skip

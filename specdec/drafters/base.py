@@ -169,6 +169,11 @@ class BaseDrafter:
         """A drafter with these parameters and no state."""
         return copy.copy(self)
 
+    def inherited(self, context: DraftContext) -> Any:
+        """The drafter of the call before whose state this one may go on with: same strategy, same parameters."""
+        alike = (d for d in context.previous.values() if type(d) is type(self))
+        return next((d for d in alike if d.parameters() == self.parameters()), None)
+
     def begin(self, row: int, prompt: Tokens) -> None:
         return None
 

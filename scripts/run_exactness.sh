@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# Exact mode measured on a GPU: SmolLM2-135M inflated to 1.25 billion parameters, in parts of a few minutes each.
+#   scripts/run_exactness.sh MODEL OUT PART...
+# MODEL  a model folder, a GGUF file, or a folder with that file or its pieces: files over 10 MB, joined by name
+# OUT    a folder for exactness-PART.json; results are written after every group of runs
+# PART   batch-1 | batch-8 | contrast | sampling | float16; none = all
+# PYTHON=python3         the interpreter; reading a GGUF file needs the package gguf
+# TIME_LIMIT=480         seconds after which a call starts no more runs, for all parts together
+# SPECDEC_COMMIT=...     the commit, where the files are no checkout
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+[ $# -ge 2 ] || { sed -n '2,9s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+model=$1 out=$2
+shift 2
+python=${PYTHON:-python3}
+limit=${TIME_LIMIT:-480}
+[ $# -gt 0 ] || set -- batch-1 batch-8 contrast sampling float16
+export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+mkdir -p "$out"
+begin=$SECONDS
+
+if [ ! -f "$model/config.json" ]; then
+    # `fetch_folder` finds the joined file in the cache, dequantises it once, and keeps the folder for the next call.
+    where="from specdec.research.smollm2 import FILE_NAME, default_cache_dir; print(default_cache_dir() / FILE_NAME)"
+    file=$("$python" -c "$where")
+    mkdir -p "$(dirname "$file")"
+    [ -f "$file" ] || find "$model" -maxdepth 1 -type f -size +10M | sort | xargs -d '\n' cat > "$file"
+    model=$("$python" -c "from specdec.research.smollm2 import fetch_folder; print(fetch_folder())")
+    echo "model read after $((SECONDS - begin)) s"
+fi
+
+status=0
+for part in "$@"; do
+    left=$((limit - SECONDS + begin))
+    [ "$left" -gt 0 ] || { echo "no time left for $part" >&2; status=1; continue; }
+    "$python" -m specdec bench --exactness --config configs/exactness.yaml --target "$model" --part "$part" \
+        --time-limit "$left" --out "$out/exactness-$part.json" || status=$?
+    echo "$part done after $((SECONDS - begin)) s"
+done
+exit "$status"

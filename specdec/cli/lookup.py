@@ -1,0 +1,206 @@
+"""`specdec lookup create | merge | stats | show`: lookup-cache files for the strategy ngram-cache and for llama.cpp."""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from specdec.cli import output
+from specdec.cli.inputs import read_prompts
+from specdec.drafters.lookup_cache import LONGEST, LookupCache
+from specdec.errors import SpecdecError
+from specdec.loading import load_tokenizer
+from specdec.research.lookup import chunk_count, lookup_stats
+
+STATIC_SIZE = 2  # n-grams of upstream's static files, the only ones it looks up there
+
+app = typer.Typer(
+    help="Make, merge, try and look into lookup-cache files (llama.cpp's format).",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)  # fmt: skip
+
+Texts = Annotated[list[Path] | None, typer.Argument(help="Text files; - = standard input.")]
+Prompts = Annotated[list[str] | None, typer.Option("--prompt", help="Text; may be given several times.")]
+IdFiles = Annotated[list[Path] | None, typer.Option("--ids", help="JSON lines, each a list of token ids.")]
+TokenizerName = Annotated[
+    str | None, typer.Option("--tokenizer", "--target", help="Hub id, folder, GGUF file, or demo.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+
+
+@app.command()
+def create(
+    out: Annotated[Path, typer.Option(help="The file to write.")],
+    files: Texts = None,
+    prompt: Prompts = None,
+    ids: IdFiles = None,
+    tokenizer: TokenizerName = None,
+    all_sizes: Annotated[bool, typer.Option("--all-sizes", help="1..4 ids, as in dynamic files, not only 2.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Count the n-grams of texts and save them: a static file, or with --all-sizes a dynamic one."""
+    rows = _rows(files, prompt, ids, tokenizer)
+    cache, sizes = LookupCache(), (1, LONGEST) if all_sizes else (STATIC_SIZE, STATIC_SIZE)
+    with output.progress("counting n-grams", len(rows)) as advance:
+        for row in rows:
+            cache.update(row, None, *sizes)
+            advance()
+        cache.save(out)
+    _report({"file": str(out), "texts": len(rows), "tokens": sum(map(len, rows)), **_facts(cache)}, as_json)
+
+
+@app.command()
+def merge(
+    files: Annotated[list[Path], typer.Argument(help="IN [IN ...] OUT")],
+    as_json: AsJson = False,
+) -> None:
+    """Add up the counts of files and save them to the last one named."""
+    *inputs, out = files
+    if not inputs:
+        raise SpecdecError("lookup merge needs at least one file to read and, last, the file to write")
+    cache = LookupCache()
+    with output.progress("merging", len(inputs)) as advance:
+        for file in inputs:
+            cache.merge(LookupCache.load(file))
+            advance()
+        cache.save(out)
+    _report({"file": str(out), "merged": len(inputs), **_facts(cache)}, as_json)
+
+
+@app.command()
+def stats(
+    files: Texts = None,
+    prompt: Prompts = None,
+    ids: IdFiles = None,
+    tokenizer: TokenizerName = None,
+    static: Annotated[Path | None, typer.Option(help="A static lookup cache.")] = None,
+    dynamic: Annotated[Path | None, typer.Option(help="A dynamic lookup cache; the file is not changed.")] = None,
+    n_ctx: Annotated[int, typer.Option(min=2, help="Tokens of a chunk; the last chunk is skipped.")] = 4096,
+    n_draft: Annotated[int, typer.Option(min=1, help="Most tokens of a draft.")] = 3,
+    as_json: AsJson = False,
+) -> None:
+    """How much of a text lookup drafting would get right, by the text alone: no model runs."""
+    row = [token for one in _rows(files, prompt, ids, tokenizer) for token in one]
+    known, grown = (None if file is None else LookupCache.load(file) for file in (static, dynamic))
+    with output.progress("drafting", chunk_count(len(row), n_ctx)) as advance:
+        result = lookup_stats(row, n_ctx, n_draft, known, grown, advance)
+    if as_json:
+        output.print_json(result)
+        return
+    made = output.table("figure", "value")
+    made.add_row("tokens", f"{result['tokens']:,} in {result['chunks']:,} chunks of {n_ctx:,}")
+    for name in ("rounds", "drafted_rounds", "draft_tokens", "accepted_tokens"):
+        made.add_row(name.replace("_", " "), f"{result[name]:,}")
+    rate = result["draft_acceptance_rate"]
+    made.add_row("accepted", "-" if rate is None else f"{rate:.2%}")
+    made.add_row("tokens per round", output.number(result["tokens_per_round"]))
+    made.add_row("drafting", f"{result['draft_seconds'] / result['rounds'] * 1e6:.1f} microseconds a round")
+    output.stdout().print(made)
+
+
+@app.command()
+def show(
+    file: Annotated[Path, typer.Argument(help="A lookup-cache file.")],
+    top: Annotated[int, typer.Option(min=0, help="How many of the most frequent continuations.")] = 10,
+    tokenizer: TokenizerName = None,
+    as_json: AsJson = False,
+) -> None:
+    """What a file holds: n-grams by size, and the most frequent continuations, as text where a tokenizer is given."""
+    cache = LookupCache.load(file)
+    vocabulary = None if tokenizer is None else load_tokenizer(tokenizer)
+    pairs = ((count, key, token) for key, successors in cache.items() for token, count in successors)
+    best = heapq.nsmallest(top, pairs, key=lambda pair: (-pair[0], pair[1:]))
+    shown = [_continuation(vocabulary, *pair, cache) for pair in best]
+    facts = {"file": str(file), **_facts(cache)}
+    if as_json:
+        output.print_json({**facts, "most_frequent": shown})
+        return
+    console = output.stdout()
+    console.print(_facts_table(facts))
+    if shown:
+        console.print(_continuation_table(shown, vocabulary is not None))
+
+
+def _continuation(vocabulary: Any, count: int, key: tuple[int, ...], token: int, cache: LookupCache) -> dict[str, Any]:
+    total = sum(n for _, n in cache.successors(key))
+    entry = {"ngram": list(key), "next": token, "count": count, "share": count / total}
+    if vocabulary is not None:
+        entry |= {"ngram_text": vocabulary.decode(list(key)), "next_text": vocabulary.decode([token])}
+    return entry
+
+
+def _continuation_table(shown: list[dict[str, Any]], decoded: bool) -> Any:
+    made = output.table("n-gram", "next", "count", "share", title="Most frequent continuations")
+    for entry in shown:
+        if decoded:
+            names = [repr(entry["ngram_text"]), repr(entry["next_text"])]
+        else:
+            names = [" ".join(map(str, entry["ngram"])), str(entry["next"])]
+        made.add_row(*(escape(name) for name in names), f"{entry['count']:,}", f"{entry['share']:.0%}")
+    return made
+
+
+def _rows(
+    files: list[Path] | None, prompts: list[str] | None, ids: list[Path] | None, tokenizer: str | None
+) -> list[list[int]]:
+    """Every text as ids: files, then prompts, then lines of id files. Raises SpecdecError for bad or no input."""
+    texts = [*read_prompts([], files or []), *(prompts or [])]
+    if texts and tokenizer is None:
+        raise SpecdecError("texts need a tokenizer: give --tokenizer, or token ids with --ids")
+    rows = []
+    if texts:
+        vocabulary = load_tokenizer(str(tokenizer))
+        rows = [[int(token) for token in vocabulary(text)["input_ids"]] for text in texts]
+    rows += [row for file in ids or [] for row in _id_lines(file)]
+    if not any(rows):
+        raise SpecdecError("no text: give files, --prompt or --ids")
+    return rows
+
+
+def _id_lines(file: Path) -> list[list[int]]:
+    [text] = read_prompts([], [file])
+    rows = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise SpecdecError(f"{file} line {number} is no JSON: {error.msg}") from None
+        if not isinstance(row, list) or not all(type(token) is int and token >= 0 for token in row):
+            raise SpecdecError(f"{file} line {number} is no list of token ids")
+        rows.append(row)
+    return rows
+
+
+def _facts(cache: LookupCache) -> dict[str, Any]:
+    sizes = Counter(map(len, cache.parts))
+    pairs = [pair for key in cache.parts for pair in cache.successors(key)]
+    return {
+        "ngrams": len(cache), "ngrams_by_size": {size: sizes[size] for size in sorted(sizes)},
+        "continuations": len(pairs), "occurrences": sum(count for _, count in pairs), "max_id": cache.max_id(),
+    }  # fmt: skip
+
+
+def _facts_table(facts: dict[str, Any]) -> Any:
+    made = output.table("figure", "value")
+    for name, value in facts.items():
+        if name == "ngrams_by_size":
+            for size, count in value.items():
+                made.add_row(f"n-grams of {size}", f"{count:,}")
+        else:
+            made.add_row(name.replace("_", " "), f"{value:,}" if isinstance(value, int) else escape(str(value)))
+    return made
+
+
+def _report(facts: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        output.print_json(facts)
+    else:
+        output.stdout().print(_facts_table(facts))

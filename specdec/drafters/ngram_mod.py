@@ -1,0 +1,184 @@
+"""ngram-mod: one big hash table from n-grams to the token that followed, shared by all rows of a decoder.
+
+Source: llama.cpp `ngram-mod`, draft for draft. Parameters: `n_match` tokens to match (24), `n_min` fewest (48) and
+`n_max` most (64) tokens to propose, `table_size` slots (4,194,304). A draft is made token by token: look up the last n
+tokens, append what the table says, look up again. Slots hold no key, so two n-grams that fall on one slot overwrite
+each other and a wrong token is proposed: rejected by the target, never emitted.
+
+Upstream's oddities are kept, and each has a switch (see ngram_core.py):
+- `fix_wipe`: after five rounds in a row with less than a quarter of a draft accepted, upstream empties the table, for
+  all rows. Fixed: only what this row wrote goes, where nobody has overwritten it.
+- `fix_occupancy`: when a new prompt fills the table beyond a quarter, upstream empties it, the new prompt included.
+  Fixed: the prompt is entered again.
+
+Cost: the table is 16 MiB once a decoder (int32, allocated lazily); a row is entered 32 - n tokens behind, and a draft
+is one table look-up a token.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from specdec.drafters.base import BaseDrafter, Draft, DraftContext, DraftRequest, Tokens, as_array
+from specdec.drafters.ngram_core import (
+    MOD_MULTIPLIER,
+    check_sizes,
+    hash_windows,
+    newest_ngram,
+    powers,
+    resolve_switches,
+)
+
+LAG = 32  # tokens of new text before it is entered
+FULLEST = 0.25
+LOW_ACCEPTANCE, MOST_LOW_ROUNDS = 0.25, 5
+_MASK = (1 << 64) - 1
+
+
+class Pool:
+    """The table. Slots hold token + 1, so that memory that was never touched means empty and costs nothing."""
+
+    def __init__(self, size: int):
+        self.size = size
+        self.clear()
+
+    def clear(self) -> None:
+        self.table = np.zeros(self.size, dtype=np.int32)
+        self.used = 0
+
+    def enter(self, hashes: np.ndarray, following: np.ndarray) -> np.ndarray:
+        """Write what followed each n-gram, the latest winning; returns the slots."""
+        slots = (hashes % np.uint64(self.size)).astype(np.int64)
+        self.used += len(np.unique(slots[self.table[slots] == 0]))
+        self.table[slots] = following + 1
+        return slots
+
+    def forget(self, slots: np.ndarray, following: np.ndarray) -> None:
+        """Empty the slots that still hold what was written."""
+        mine = np.unique(slots[self.table[slots] == following + 1])
+        self.table[mine] = 0
+        self.used -= len(mine)
+
+
+@dataclass
+class RowState:
+    """entered: the first position whose n-gram is not in the pool; drafted: length of the last draft; low: rounds in
+    a row with little accepted; written: (slots, tokens) entered by this row, kept only for `fix_wipe`."""
+
+    entered: int = 0
+    drafted: int = 0
+    low: int = 0
+    written: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+
+
+@dataclass
+class NgramMod(BaseDrafter):
+    """Raises SpecdecError for parameters out of range; warns of an n_match below 16, as upstream."""
+
+    n_match: int = 24
+    n_min: int = 48
+    n_max: int = 64
+    table_size: int = 4_194_304
+    parity: bool = True
+    fix_wipe: bool | None = None
+    fix_occupancy: bool | None = None
+    name: str = field(init=False, default="ngram-mod")
+    _rows: dict[int, RowState] = field(init=False, repr=False, compare=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_sizes(self, n_match=1, n_min=0, n_max=0, table_size=1)
+        resolve_switches(self)
+        if self.n_match < 16:
+            warnings.warn(f"ngram-mod: n_match={self.n_match} is below 16: many false hits", stacklevel=3)
+        self._weights = powers(MOD_MULTIPLIER, self.n_match)
+        self._pool = Pool(self.table_size)
+
+    def fresh(self, context: DraftContext) -> NgramMod:
+        made: NgramMod = super().fresh(context)
+        before = self.inherited(context)
+        made._rows, made._pool = (before._rows, before._pool) if before else ({}, Pool(self.table_size))
+        return made
+
+    @property
+    def used(self) -> int:
+        """Slots of the pool that hold something."""
+        return self._pool.used
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pool when all of it has been touched."""
+        return self._pool.table.nbytes
+
+    def begin(self, row: int, prompt: Tokens) -> None:
+        state = self._rows.setdefault(row, RowState())
+        tokens = as_array(prompt)
+        state.entered = state.drafted = 0
+        if len(tokens) < self.n_match:
+            return
+        self._enter(state, tokens)
+        if self._pool.used / self.table_size > FULLEST:
+            self._pool.clear()
+            if self.fix_occupancy:
+                for other in self._rows.values():
+                    other.written.clear()
+                state.entered = 0
+                self._enter(state, tokens)
+
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        return [Draft(self._propose(r), drafter=self.name) for r in requests]
+
+    def accept(self, row: int, n_accepted: int, is_other: bool) -> None:
+        state = self._rows.get(row)
+        if is_other or state is None or state.drafted == 0:
+            return
+        if n_accepted / state.drafted >= LOW_ACCEPTANCE:
+            state.low = 0
+            return
+        state.low += 1
+        if state.low < MOST_LOW_ROUNDS:
+            return
+        state.low = state.entered = 0
+        if not self.fix_wipe:
+            self._pool.clear()
+            return
+        for slots, following in state.written:
+            self._pool.forget(slots, following)
+        state.written.clear()
+
+    def _enter(self, state: RowState, tokens: np.ndarray) -> None:
+        """Enter every n-gram of the row that is followed by a token and not entered yet."""
+        n = self.n_match
+        following = tokens[state.entered + n :]
+        slots = self._pool.enter(hash_windows(tokens[state.entered : -1], self._weights), following)
+        if self.fix_wipe:
+            state.written.append((slots.astype(np.int32), following.astype(np.int32)))
+        state.entered = len(tokens) - n
+
+    def _propose(self, request: DraftRequest) -> list[int]:
+        tokens, n = as_array(request.tokens), self.n_match
+        state = self._rows.setdefault(request.row, RowState())
+        state.drafted = 0
+        if len(tokens) < n:
+            return []
+        if state.entered + LAG < len(tokens):
+            self._enter(state, tokens)
+        drafted = self._follow(newest_ngram(request, tokens, n))
+        state.drafted = len(drafted)
+        return drafted
+
+    def _follow(self, ngram: np.ndarray) -> list[int]:
+        """What the pool says comes after the n-gram, token by token."""
+        table, size, oldest = self._pool.table, self.table_size, int(self._weights[0])
+        window = ngram.tolist()
+        h = int(ngram.astype(np.uint64) @ self._weights)
+        for k in range(self.n_max):
+            token = int(table[h % size]) - 1
+            if token < 0:
+                return [] if k < self.n_min else window[self.n_match :]
+            h = ((h - window[k] * oldest) * MOD_MULTIPLIER + token) & _MASK
+            window.append(token)
+        return window[self.n_match :]

@@ -1,0 +1,87 @@
+"""What an exactness document says: whether exact mode held, what it cost, and its runs as rows of a table."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Entry = Mapping[str, Any]
+_SETTING = ("dtype", "batch", "prompts", "rule")
+
+
+@dataclass(frozen=True)
+class RunRow:
+    """One run beside plain decoding. identical of prompts rows are plain's; verdicts: of the explained others;
+    speedup: tokens per second over the fastest plain run of the same prompts (None: only exact plain was measured);
+    cost: relative extra time of a plain pass through exact mode (None: not measured)."""
+
+    part: str
+    setting: str
+    exact: bool
+    chain: str
+    identical: int | None
+    prompts: int
+    verdicts: str
+    tokens_per_second: float | None = None
+    speedup: float | None = None
+    tokens_per_round: float | None = None
+    acceptance: float | None = None
+    cost: float | None = None
+    skipped: str | None = None
+
+
+def exact_holds(result: Entry) -> bool:
+    """Whether every exact run gave plain decoding's ids, row for row; not if nothing was run."""
+    found = [(g, run) for g in _measured(result["groups"]) if g["exact"] for run in g["runs"].values()]
+    runs = [(g, run) for g, run in found if "skipped" not in run]
+    return bool(runs) and all(run["identical"] == g["prompts"] and run["failed_rows"] == 0 for g, run in runs)
+
+
+def rows(result: Entry) -> Iterator[RunRow]:
+    """The runs, in their order; skipped groups as one row."""
+    for group in result["groups"]:
+        head = (group["part"], setting(group, result["config"]["temperature"]), group["exact"])
+        if "skipped" in group:
+            yield RunRow(*head, "-", None, group["prompts"], "", skipped=group["skipped"])
+            continue
+        cost, fastest = cost_of_exact(result["groups"], group), fastest_plain(result["groups"], group)
+        for name, run in group["runs"].items():
+            if "skipped" in run:
+                yield RunRow(*head, name, None, group["prompts"], "", skipped=run["skipped"])
+                continue
+            verdicts = Counter(report["verdict"] for report in run["reports"])
+            yield RunRow(
+                *head, name, run["identical"], group["prompts"], ", ".join(f"{n} {v}" for v, n in verdicts.items()),
+                run["tokens_per_second"], None if fastest is None else run["tokens_per_second"] / fastest,
+                run["tokens_per_round"], run["acceptance"], cost,
+            )  # fmt: skip
+
+
+def setting(group: Entry, temperature: float) -> str:
+    """A group's setting in words: dtype x slots, sampling, exact mode."""
+    kind = f"{group['rule']} at T = {temperature:g}" if group["rule"] else "greedy"
+    return f"{group['dtype']} x {group['batch']}, {kind}{', exact' if group['exact'] else ''}"
+
+
+def fastest_plain(groups: Sequence[Entry], group: Entry) -> float | None:
+    """Tokens per second of the fastest plain run of the group's prompts; None unless plain decoding without exact mode
+    was measured, because exact mode slows plain decoding too."""
+    same = [g for g in _measured(groups) if all(g[k] == group[k] for k in _SETTING)]
+    if all(g["exact"] for g in same):
+        return None
+    return float(max(g["plain"]["tokens_per_second"] for g in same))
+
+
+def cost_of_exact(groups: Sequence[Entry], group: Entry) -> float | None:
+    """Milliseconds of a plain pass at the fixed width over those at the fastest one, minus 1; None: not measured."""
+    keys = ("part", *_SETTING)
+    twins = [g for g in _measured(groups) if not g["exact"] and all(g[k] == group[k] for k in keys)]
+    if not group["exact"] or not twins:
+        return None
+    return float(group["plain"]["ms_per_pass"] / twins[0]["plain"]["ms_per_pass"] - 1)
+
+
+def _measured(groups: Sequence[Entry]) -> list[Entry]:
+    return [g for g in groups if "skipped" not in g]
