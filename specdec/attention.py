@@ -23,6 +23,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from specdec.errors import SpecdecError
+from specdec.trees import TreePass
 
 RAGGED = "specdec_ragged"
 SUPPORTED = (RAGGED, "sdpa", "eager")
@@ -124,13 +125,16 @@ class MaskBuilder:
         self.per_type = "sliding_attention" in layer_types
         self.sliding_only = not layer_types and window is not None
 
-    def __call__(self, positions: Tensor, kv_len: int) -> Mask:
-        """positions [B, S] of the queries (0 for padding) -> masks `[B, 1, G * S, kv_len]`, G = 1 unless folded."""
-        if self.groups > 1:
-            positions = positions.repeat(1, self.groups)
-        slots = torch.arange(kv_len, device=positions.device)
-        age = positions[:, None, :, None] - slots  # [B, 1, S, kv_len]
-        full = age >= 0
+    def __call__(self, positions: Tensor, kv_len: int, tree: TreePass | None = None) -> Mask:
+        """positions [B, S] of the queries (0 for padding) -> masks `[B, 1, G * S, kv_len]`, G = 1 unless folded.
+        `tree`: rows of the pass hold trees, whose nodes see their ancestors and not all that lies before them."""
+        if tree is not None:
+            age, full = (t[:, None] for t in tree.look(positions, kv_len, self.groups))  # [B, 1, G * S, kv_len]
+        else:
+            if self.groups > 1:
+                positions = positions.repeat(1, self.groups)
+            age = positions[:, None, :, None] - torch.arange(kv_len, device=positions.device)
+            full = age >= 0
         if not (self.per_type or self.sliding_only):
             return self._finish(full)
         assert self.window is not None

@@ -172,17 +172,23 @@ class SpeculativeDecoder:
         encoded = encode_prompts(prompts, self.tokenizer, self.target.vocab_size, self.target.context)
         return Call(self, settings, drafters, encoded)
 
-    def resolve_exact(self, choice: Any) -> bool:
-        """Whether a call runs with fixed shapes; `auto` = dense half-precision models on a GPU."""
+    def resolve_exact(self, choice: Any, drafters: Sequence[Any] = ()) -> bool:
+        """Whether a call runs with fixed shapes; `auto` = dense half-precision models on a GPU, and chains only."""
         choice = self.exact if choice is UNSET else choice
         config = self.target.config
         experts = any(getattr(config, n, None) for n in ("num_experts", "num_local_experts", "n_routed_experts"))
         # Experts that are one batched product a token see no other tokens; all other implementations group tokens.
         grouped = experts and getattr(config, "_experts_implementation", None) != "batched_mm"
+        trees = tree_makers(drafters)
         quantised = getattr(self.target.model.config, "quantization_config", None) is not None
         if choice == "auto":
             half = self.target.dtype in (torch.bfloat16, torch.float16)
-            return self.target.device.type == "cuda" and half and not experts and not quantised
+            return self.target.device.type == "cuda" and half and not experts and not quantised and not trees
+        if choice and trees:
+            raise SpecdecError(
+                f"exact=True does not cover trees, which strategy {trees[0]!r} can make: an ancestor in another slot "
+                "changes the order of summation"
+            )
         if choice and quantised:
             raise SpecdecError("exact=True does not cover quantised models: their kernels have not been measured")
         if choice and grouped:
@@ -191,6 +197,11 @@ class SpeculativeDecoder:
                 'on what else is in them; model.set_experts_implementation("batched_mm") makes them independent'
             )
         return bool(choice)
+
+
+def tree_makers(drafters: Sequence[Any]) -> list[str]:
+    """Names of the strategies whose drafts can be trees."""
+    return [d.name for d in drafters if getattr(d, "makes_trees", False)]
 
 
 def check_draft(drafters: Sequence[Any], draft: Any) -> None:
@@ -208,7 +219,7 @@ class Call:
     ):  # fmt: skip
         self.decoder, self.drafters, self.record = decoder, drafters, False
         self.rule = find_rule(settings.acceptance)
-        self.exact = decoder.resolve_exact(settings.exact)
+        self.exact = decoder.resolve_exact(settings.exact, drafters)
         self.settings = settings = replace(settings, seed=_fresh_seed(settings.seed))
         stops = self._stop_rules()
         keys = _row_keys(settings, len(prompts))
@@ -250,17 +261,21 @@ class Call:
         decoder, target = self.decoder, self.decoder.target
         keep = self.settings.keep_state
         previous = decoder._kept_chain if keep else None
+        shapes = Shapes.choose(target.device, self.exact, self.capacity)
         context = DraftContext(
             self.batch, self.capacity, target.vocab_size, decoder.draft, decoder.tokenizer, decoder.draft_tokenizer,
             decoder.reader, dict(zip(previous.labels, previous.drafters, strict=True)) if previous else {},
+            shapes.verify_width - 1,
         )  # fmt: skip
         chain = build_chain(self.drafters, context)
+        # A tree's nodes lie side by side in slots that a chain of the same depth would not need.
+        spare = shapes.verify_width if tree_makers(self.drafters) else 0
         self.reads_before = decoder.reader.count
         self.started = time.perf_counter()
         self.engine = Engine(
             runner=target,
-            cache=target.pool.lease(self.batch, self.capacity),
-            shapes=Shapes.choose(target.device, self.exact, self.capacity),
+            cache=target.pool.lease(self.batch, self.capacity + spare),
+            shapes=shapes,
             chain=chain,
             rule=self.rule,
             sampling=self.sampling,

@@ -7,10 +7,12 @@ Data flow of a pass, for the B slots of the batch:
     verify  the target sees [newest token, draft ...] of every row in one pass
     accept  on the device: how many drafted tokens stand, and the token that follows
     read    one host read
-    commit  rows take their tokens, stop where a stop falls; trimming = the row's size, nothing is copied
+    commit  rows take their tokens, stop where a stop falls; trimming = the row's size, nothing is copied, but for
+            accepted paths of trees, whose slots move to where a chain would have them
 
 A draft longer than a pass is verified in chunks: a chunk whose tokens all stand leaves the rest of the draft pending,
-and the row goes on in the next pass, beside rows that start new rounds.
+and the row goes on in the next pass, beside rows that start new rounds. A tree is verified in one pass (trees.py),
+beside rows with chains; nodes that do not fit into it are dropped before.
 
 Invariants: the K/V of a row's ids without the newest are in its slots before every pass; nothing is emitted that the
 acceptance rule has not passed; generated = accepted + rounds; a row never sees its neighbours.
@@ -37,6 +39,7 @@ from specdec.rows import Row
 from specdec.runner import HostReader, Runner, Shapes, to_device
 from specdec.sampling import History, Sampling, fold_int
 from specdec.stats import Stats, Times
+from specdec.trees import Parents, Shape, TreeLayout, chain_parents, moves, shape_of, tree_pass
 
 
 @dataclass
@@ -48,6 +51,7 @@ class Facts:
     failed: list[int]
     totals: list[int]  # proposed tokens of the whole draft
     draft: list[list[int]]
+    path: list[list[int]] | None = None  # of a pass with trees: the nodes that stand
     logprobs: list[list[float]] | None = None
     p: list[list[float]] | None = None
     q: list[list[float]] | None = None
@@ -129,7 +133,9 @@ class Engine:
         requests = [self._request(b, row) for b, row in new if row.room > 1 and self.chain.drafters]
         drafts = {r.row: d for r, d in zip(requests, self.chain.draft(requests), strict=True)} if requests else {}
         for b, row in new:
-            row.open_round(drafts.get(b, Draft()))
+            draft = drafts.get(b, Draft())
+            # A tree is verified in one pass; the first nodes of a tree are a tree.
+            row.open_round(draft if draft.parents is None else draft.first(self.shapes.verify_width - 1))
 
     def _request(self, slot: int, row: Row) -> DraftRequest:
         return DraftRequest(
@@ -161,17 +167,33 @@ class Engine:
         for b, row in active:
             starts[b] = row.size - 1
         watched = bool(self.chain.observers)
-        out = self.runner.step(self.cache, self.shapes, fed, starts, counts, hidden=watched)
+        trees = self._trees(drafts)
+        where = None
+        if trees is not None:
+            where = tree_pass(trees, [range(count) for count in counts], width, starts, device)
+        out = self.runner.step(self.cache, self.shapes, fed, starts, counts, hidden=watched, tree=where)
         if watched:
             self.chain.observe(out)
         self.verify_passes += 1
-        history = self._history(fed, counts) if self.sampling.row_processors is not None else None
+        history = self._history(fed, counts, trees) if self.sampling.row_processors is not None else None
         scores = self.sampling.scores(out.logits[..., : self.vocab_size], history)
         q, has_q, all_claim = self._proposal_laws(drafts, scores)
         return Block(
             scores=scores, draft=draft, lengths=totals.clamp(max=limit), final=totals < limit, keys=keys,
             positions=positions, sampling=self.sampling, q=q, has_q=has_q, all_claim=all_claim, totals=totals,
+            tree=TreeLayout.of(trees, width, device) if trees is not None else None,
         )  # fmt: skip
+
+    def _trees(self, drafts: dict[int, Draft]) -> list[Shape] | None:
+        """The shape of every row's draft, chains as trees; None when no row has a tree."""
+        if all(draft.parents is None for draft in drafts.values()):
+            return None
+        limit = self.shapes.verify_width
+        parents: list[Parents] = [()] * self.batch
+        for b, draft in drafts.items():
+            chain = chain_parents(min(len(draft), limit))
+            parents[b] = chain if draft.parents is None else tuple(draft.parents)
+        return [shape_of(p) for p in parents]
 
     def _draft_matrix(self, drafts: dict[int, Draft], width: int) -> tuple[Tensor, Tensor]:
         """Drafted ids [B, S], column s tested by the s-th law, and the drafts' whole lengths [B], on the device."""
@@ -193,8 +215,6 @@ class Engine:
         return matrix, totals
 
     def _checked(self, draft: Draft) -> list[int]:
-        if draft.parents is not None:
-            raise SpecdecError(f"strategy {draft.drafter!r} proposed a tree: only chains can be verified so far")
         ids = [int(t) for t in draft.tokens]
         if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
             raise SpecdecError(f"strategy {draft.drafter!r} proposed an id outside the target's vocabulary: {ids}")
@@ -203,7 +223,8 @@ class Engine:
     def _proposal_laws(self, drafts: dict[int, Draft], scores: Tensor) -> tuple[Tensor | None, Tensor | None, bool]:
         """q [B, S, V] aligned with the scores, which rows claim one [B], and whether all drafted rows do."""
         claims = {b: d.q for b, d in drafts.items() if d.q is not None and len(d) > 0}
-        if not claims:
+        # Under coupled q is for the records alone: acceptance compares tokens.
+        if not claims or (self.rule.proposal == "coupled" and not self.record):
             return None, None, False
         width = scores.shape[1]
         q = torch.zeros_like(scores)
@@ -215,29 +236,38 @@ class Engine:
         has_q = to_device([b in claims for b in range(self.batch)], scores.device, torch.bool)
         return q, has_q, len(claims) == sum(len(d) > 0 for d in drafts.values())
 
-    def _history(self, fed: Tensor, counts: Sequence[int]) -> History:
+    def _history(self, fed: Tensor, counts: Sequence[int], trees: Sequence[Shape] | None) -> History:
         known: list[Tensor | None] = [None] * self.batch
         processors: list[Any] = [None] * self.batch
         for b, row in self.active():
             assert row.known is not None
             known[b], processors[b] = row.known[:-1], row.processors
-        return History(known, fed, processors, counts)
+        paths = None
+        if trees is not None:
+            paths = [[shape.path(s) for s in range(count)] for shape, count in zip(trees, counts, strict=True)]
+        return History(known, fed, processors, counts, paths)
 
     # -- read and commit -----------------------------------------------------------------------------------------
 
     def read(self, block: Block, verdict: Verdict) -> Facts:
         """The one host read of a pass."""
         wanted: list[Tensor] = [verdict.accepted, verdict.token, verdict.failed, block.totals, block.draft]
+        if verdict.path is not None:
+            wanted.append(verdict.path)
         if self.logprobs:
-            emitted = torch.where(block.columns < verdict.accepted[:, None], block.draft, verdict.token[:, None])
-            wanted.append(torch.log_softmax(block.scores, dim=-1).gather(-1, emitted[..., None])[..., 0])
+            emitted, columns = verdict.emitted(block.draft)
+            rows = torch.arange(self.batch, device=emitted.device)[:, None]
+            wanted.append(torch.log_softmax(block.scores, dim=-1)[rows, columns, emitted])
         if self.record:
-            index = block.draft[..., None]
-            wanted.append(block.p.gather(-1, index)[..., 0])
-            wanted.append((block.p if block.q is None else block.q).gather(-1, index)[..., 0])
+            tested_at = block.columns.expand_as(block.draft) if block.tree is None else block.tree.tested_at
+            rows = torch.arange(self.batch, device=tested_at.device)[:, None]
+            wanted.append(block.p[rows, tested_at, block.draft])
+            wanted.append((block.p if block.q is None else block.q).gather(-1, block.draft[..., None])[..., 0])
         values = self.reader.read(*wanted)
         optional = iter(values[5:])
         facts = Facts(*values[:5])
+        if verdict.path is not None:
+            facts.path = next(optional)
         if self.logprobs:
             facts.logprobs = next(optional)
         if self.record:
@@ -246,14 +276,15 @@ class Engine:
 
     def commit(self, facts: Facts, spans: dict[str, float]) -> list[Round]:
         """Rows take what was accepted; finished rounds are counted and the drafters told."""
-        rounds = []
+        rounds, moved = [], []
         for b, row in self.active():
             draft, position = row.pending, row.size - 1
             assert draft is not None
             tested = min(facts.totals[b], self.shapes.verify_width)
             accepted, failed = facts.accepted[b], bool(facts.failed[b])
             goes_on = not failed and accepted == tested == self.shapes.verify_width
-            tokens = facts.draft[b][:accepted] + ([] if goes_on or failed else [facts.token[b]])
+            path = list(range(accepted)) if facts.path is None else facts.path[b][:accepted]
+            tokens = [facts.draft[b][n] for n in path] + ([] if goes_on or failed else [facts.token[b]])
             origins: list[str | None] = [row.strategy] * accepted + [None] * (len(tokens) - accepted)
             self._count(b, row, facts.totals[b], accepted)
             taken = row.take(tokens, facts.logprobs[b] if facts.logprobs else None, origins)
@@ -263,11 +294,14 @@ class Engine:
             if goes_on and row.finish_reason is None:
                 row.pending = draft.rest(accepted, facts.totals[b])
             else:
-                row.close_round(had_token=not goes_on and not failed)
-                self.chain.accept(b, row.accepted)
+                row.close_round(had_token=not goes_on and not failed, path=path)
+                tree = draft.parents is not None
+                moved += moves(b, [n + 1 for n in path], position) if tree else []
+                self.chain.accept(b, row.accepted, path if tree else None)
             if self.record:
                 bonus = tokens[accepted] if len(tokens) > accepted else None
-                rounds.append(self._round(row, b, facts, draft, position, accepted, bonus, tokens[:taken], spans))
+                rounds.append(self._round(row, b, facts, draft, position, path, bonus, tokens[:taken], spans))
+        self.cache.compact(moved)
         return rounds
 
     def _count(self, slot: int, row: Row, total: int, accepted: int) -> None:
@@ -281,7 +315,7 @@ class Engine:
             row.known = torch.cat([row.known, to_device(tokens, self.runner.device)])
 
     def _round(
-        self, row: Row, slot: int, facts: Facts, draft: Draft, position: int, accepted: int, bonus: int | None,
+        self, row: Row, slot: int, facts: Facts, draft: Draft, position: int, path: list[int], bonus: int | None,
         tokens: list[int], spans: dict[str, float],
     ) -> Round:  # fmt: skip
         n = min(facts.totals[slot], self.shapes.verify_width)
@@ -294,12 +328,14 @@ class Engine:
             draft=facts.draft[slot][:n],
             p=facts.p[slot][:n],
             q=facts.q[slot][:n] if draft.q is not None else None,
-            accepted=accepted,
+            accepted=len(path),
             bonus=bonus,
             tokens=tokens,
             text=tokenizer.decode(tokens, clean_up_tokenization_spaces=False) if tokenizer is not None else None,
             times=spans,
             finish_reason=row.finish_reason,
+            parents=None if draft.parents is None else list(draft.parents),
+            path=None if draft.parents is None else path,
         )
 
     def stats(self, total_seconds: float, reads_before: int) -> Stats:

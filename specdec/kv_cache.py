@@ -142,12 +142,17 @@ class RaggedCache(Cache):
         """Bytes allocated so far: 0 before the first pass."""
         return sum(t.nbytes for layer in self.layers if layer.is_initialized for t in (layer.keys, layer.values))
 
-    def compact(self, row: int, source: Sequence[int], start: int) -> None:
-        """Copy one row's slots `source` to `start, start + 1, ...`: how a tree draft keeps its accepted path."""
+    def compact(self, moves: Sequence[tuple[int, int, int]]) -> None:
+        """Copy slots, all at once: (row, from, to) each. How rows with tree drafts keep their accepted paths; every
+        source is read before any target is written."""
+        if not moves:
+            return
+        index = torch.tensor(moves).T
         for layer in self.layers:
-            index = torch.tensor(source, device=layer.keys.device)
+            index = index.to(layer.keys.device)
+            row, source, target = index
             for buffer in (layer.keys, layer.values):
-                buffer[row, :, start : start + len(source)] = buffer[row].index_select(1, index)
+                buffer[row, :, target] = buffer[row, :, source]
 
     def wipe(self, row: int, start: int) -> None:
         """Zero a row from slot `start` on, before another text moves in: a NaN left there would poison it through

@@ -16,7 +16,8 @@ class Round:
     who drafted (None: nobody); draft: drafted ids; p, q: the target's and the draft's probability of each drafted id
     (q is None where the draft made no claim); accepted: how many stood; bonus: the token after them, None when the
     draft continues in the next pass or the row failed; tokens: ids emitted; text: their text (None without a
-    tokenizer); times: seconds of this pass's draft and verify; finish_reason: set in the row's last round.
+    tokenizer); times: seconds of this pass's draft and verify; finish_reason: set in the row's last round; parents,
+    path: of a tree, the node that each node follows (-1: the newest token) and the nodes that stood (None: a chain).
     """
 
     row: int
@@ -31,6 +32,8 @@ class Round:
     text: str | None
     times: dict[str, float]
     finish_reason: str | None = None
+    parents: list[int] | None = None
+    path: list[int] | None = None
 
 
 @dataclass(frozen=True)

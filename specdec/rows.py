@@ -16,6 +16,7 @@ from torch import Tensor
 
 from specdec.drafters.base import Draft
 from specdec.stats import RoundRecord
+from specdec.trees import shape_of
 
 
 @dataclass(frozen=True)
@@ -141,13 +142,22 @@ class Row:
         self.drafted = self.accepted = 0
         self.rounds += 1
 
-    def close_round(self, had_token: bool) -> None:
-        """Record the round. Where a stop or a failure left no token of the target's own, the last accepted one counts
-        as that token, so that generated = accepted + rounds holds for every row."""
+    def close_round(self, had_token: bool, path: Sequence[int] = ()) -> None:
+        """Record the round; `path`: the nodes of a tree that stood. Where a stop or a failure left no token of the
+        target's own, the last accepted one counts as that token, so that generated = accepted + rounds holds for every
+        row."""
         accepted = self.accepted if had_token else self.accepted - 1
         if accepted >= 0:
-            self.records.append(RoundRecord(self.strategy if self.drafted else None, self.drafted, accepted))
+            strategy = self.strategy if self.drafted else None
+            self.records.append(RoundRecord(strategy, self.drafted, accepted, *self._levels(path)))
         self.pending = None
+
+    def _levels(self, path: Sequence[int]) -> tuple[int | None, bool]:
+        """How deep the open round's tree is, and whether the accepted path used it up; nothing of a chain."""
+        if self.pending is None or self.pending.parents is None:
+            return None, False
+        shape = shape_of(tuple(self.pending.parents))
+        return shape.levels, shape.is_leaf(path[-1] + 1 if path else 0)
 
     def abandon_round(self) -> None:
         """Record what an interrupted round has emitted, wherever in it the interrupt fell."""

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from specdec.attention import AttentionSwitch, MaskBuilder, check_attention
 from specdec.kv_cache import CachePool, RaggedCache, kv_widths
+from specdec.trees import TreePass
 
 # On a CPU every padded token costs its share of the weights' arithmetic, so narrow widths are all there; on a GPU a
 # pass of 8 costs what a pass of 1 costs, and few shapes mean few graphs.
@@ -67,7 +68,7 @@ class PassOutput:
 
     logits [B', S', V] in the model's dtype; tokens [B', S] as fed; row b of them is slot `first_row + b`, fed at the
     positions `starts[b]...`, `counts[b]` of them real; hidden: every layer's hidden states [B', S, H], the embedding's
-    first, if they were asked for.
+    first, if they were asked for; tree: where the tokens really stand when rows of the pass hold trees.
     """
 
     logits: Tensor
@@ -76,6 +77,7 @@ class PassOutput:
     counts: Sequence[int]
     first_row: int = 0
     hidden: tuple[Tensor, ...] | None = None
+    tree: TreePass | None = None
 
 
 @dataclass
@@ -114,25 +116,30 @@ class Runner:
         rows: slice | None = None,
         keep: int = 0,
         hidden: bool = False,
+        tree: TreePass | None = None,
     ) -> PassOutput:
         """One pass. tokens [B, S] on the model's device, S an allowed width; row b feeds `counts[b]` of them at the
-        positions `starts[b], starts[b] + 1, ...` (0 = the row takes no part). `rows` names the cache rows that the
-        batch stands for (default all); `keep` > 0 computes logits of the last `keep` columns only.
+        positions `starts[b], starts[b] + 1, ...` (0 = the row takes no part), or where `tree` puts them. `rows` names
+        the cache rows that the batch stands for (default all); `keep` > 0 computes logits of the last `keep` columns
+        only.
         """
         batch, width = tokens.shape
-        kv_len = shapes.kv_len(max(s + c for s, c in zip(starts, counts, strict=True)), cache.capacity)
+        reach = max(s + (c if tree is None else tree.region) for s, c in zip(starts, counts, strict=True))
+        kv_len = shapes.kv_len(reach, cache.capacity)
         layout = to_device([list(starts), list(counts)], self.device)  # [2, B]
         column = torch.arange(width, device=self.device)
         real = column < layout[1, :, None]  # [B, S]
-        positions = torch.where(real, layout[0, :, None] + column, 0)
-        cache.aim(torch.where(real, positions, cache.capacity), rows or slice(0, batch), kv_len)
+        slots = layout[0, :, None] + (column if tree is None else tree.offsets)
+        ahead = slots if tree is None else layout[0, :, None] + tree.depths.gather(1, tree.offsets)
+        positions = torch.where(real, ahead, 0)
+        cache.aim(torch.where(real, slots, cache.capacity), rows or slice(0, batch), kv_len)
         # Ids that the embedding lacks can only be padding ids of a wider partner's vocabulary; feeding another id
         # there costs acceptance, never correctness.
         tokens = tokens.clamp(max=self.embedded - 1)
         arguments: dict[str, Any] = {
             "input_ids": tokens,
             "position_ids": positions,
-            "attention_mask": self.masks(positions, kv_len),
+            "attention_mask": self.masks(positions, kv_len, tree),
             self.cache_argument: cache,
             "use_cache": True,
         }
@@ -143,7 +150,7 @@ class Runner:
         with torch.no_grad(), self.switch.on():
             out = self.model(**arguments)
         first = rows.start if rows is not None else 0
-        return PassOutput(out.logits, tokens, starts, counts, first, out.hidden_states if hidden else None)
+        return PassOutput(out.logits, tokens, starts, counts, first, out.hidden_states if hidden else None, tree)
 
     def prefill(
         self,

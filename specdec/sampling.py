@@ -32,7 +32,7 @@ _MIX1, _MIX2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 class Purpose(IntEnum):
     """What a random number is for; different purposes never share a number."""
 
-    SAMPLE = 1  # the target's own draw: plain sampling, match, bonus tokens
+    SAMPLE = 1  # the target's own draw: plain sampling, match, bonus tokens; under coupled the draft's as well
     ACCEPT = 2  # the coin of leviathan acceptance
     RESIDUAL = 3  # the draw from the residual after a rejection
     DRAFT = 4  # the draft's draw under leviathan; its key carries the round

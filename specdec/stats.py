@@ -15,11 +15,26 @@ from specdec.drafters.chain import Counters
 
 
 class RoundRecord(NamedTuple):
-    """One closed round of a row: the strategy that drafted (None: no draft), tokens drafted and accepted."""
+    """One closed round of a row: the strategy that drafted (None: no draft), tokens drafted and accepted.
+
+    Of a tree: nodes drafted, nodes of the accepted path; `levels`: its depth (None: a chain, one level a token);
+    `exhausted`: the path ended at a node without children, so that nothing was tested below it.
+    """
 
     strategy: str | None
     drafted: int
     accepted: int
+    levels: int | None = None
+    exhausted: bool = False
+
+    @property
+    def depth(self) -> int:
+        """Levels of the draft."""
+        return self.drafted if self.levels is None else self.levels
+
+    def tested(self, level: int) -> bool:
+        """Whether a token of this level (0 = the first) was tested."""
+        return self.depth > level and (self.accepted > level or (self.accepted == level and not self.exhausted))
 
 
 @dataclass(frozen=True)
@@ -40,17 +55,18 @@ class Tally:
 
     @staticmethod
     def of(records: Iterable[RoundRecord]) -> Tally:
-        """Count rounds. acceptance_rate_per_position[i]: share of drafted rounds that accepted at least i + 1 drafts;
+        """Count rounds. draft_tokens: tokens of chains and nodes of trees; accepted_tokens of a tree: its path.
+        acceptance_rate_per_position[i]: share of drafted rounds that accepted at least i + 1 drafts, of trees by depth;
         conditional_...[i]: the same among the rounds in which draft i was tested (all before it stood; positions that
         never were have no entry);
         acceptance_histogram[n]: drafted rounds that accepted exactly n."""
         records = list(records)
         drafted = [r for r in records if r.drafted > 0]
-        longest = max((r.drafted for r in drafted), default=0)
+        longest = max((r.depth for r in drafted), default=0)
         accepted = sum(r.accepted for r in records)
         proposed = sum(r.drafted for r in records)
         reached = [sum(r.accepted > i for r in drafted) for i in range(longest)]
-        tested = [sum(r.accepted >= i and r.drafted > i for r in drafted) for i in range(longest)]
+        tested = [sum(r.tested(i) for r in drafted) for i in range(longest)]
         return Tally(
             rounds=len(records),
             drafted_rounds=len(drafted),

@@ -14,9 +14,21 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from specdec.acceptance import LEVIATHAN, MATCH, RULES, AcceptanceRule, Block, Verdict, find_rule, judge, register_rule
+from specdec import theory
+from specdec.acceptance import (
+    COUPLED,
+    LEVIATHAN,
+    MATCH,
+    RULES,
+    AcceptanceRule,
+    Block,
+    Verdict,
+    find_rule,
+    judge,
+    register_rule,
+)
 from specdec.errors import SpecdecError
-from specdec.sampling import Purpose, Sampling, fold, streams, uniform
+from specdec.sampling import Purpose, Sampling, fold, race, streams, uniform
 from tests.helpers.broken import BROKEN_RULES
 from tests.helpers.laws import fit
 
@@ -285,6 +297,24 @@ def test_a_broken_position_fails_only_rows_that_reach_it(rule: AcceptanceRule, b
 
 
 # -- the law of what comes out ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("draw", [Purpose.SAMPLE, Purpose.DRAFT], ids=["shared numbers", "numbers of its own"])
+def test_coupled_accepts_as_theory_says_only_where_draft_and_target_share_their_numbers(draw: Purpose) -> None:
+    """The control draws x ~ q from other numbers: the text is still right, but the acceptance is that of `match`."""
+    rng = np.random.default_rng(5)
+    p, q = rng.dirichlet(np.ones(12)), rng.dirichlet(np.ones(12))
+    block = _one([p.tolist()] * 2, [q.tolist()] * 2, [0], n=20_000)
+    first = race(block.q[:, 0], streams(block.keys, block.positions, draw))  # type: ignore[index]
+    block = replace(block, draft=torch.stack([first, first], dim=1))
+    verdict = judge(block, COUPLED)
+    emitted = torch.where(verdict.accepted > 0, block.draft[:, 0], verdict.token)
+    assert fit(emitted.numpy(), p).holds
+    assert fit(first.numpy(), q).holds
+    expected = float(theory.expected_acceptance(p, q, "coupled"))
+    far = abs(float(verdict.accepted.float().mean()) - expected) / np.sqrt(expected * (1 - expected) / len(first))
+    assert far < 4 if draw == Purpose.SAMPLE else far > 20
+    assert expected >= (1 - np.abs(p - q).sum() / 2) / (1 + np.abs(p - q).sum() / 2)
 
 
 def _emitted(rule: AcceptanceRule, n: int = 20_000) -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:

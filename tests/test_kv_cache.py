@@ -73,11 +73,12 @@ def test_the_buffers_start_at_zero_and_a_wiped_row_is_zero_again() -> None:
 
 
 def test_compaction_moves_the_accepted_path_to_the_front() -> None:
-    cache = RaggedCache(1, 1, CAPACITY)
-    k, _, _, _ = write(cache, [[0, 1, 2, 3, 4]], slice(0, 1), CAPACITY)
-    cache.compact(0, [2, 4], 1)
-    assert torch.equal(cache.layers[0].keys[0, :, 1:3], k[0][:, [2, 4]])
-    assert torch.equal(cache.layers[0].keys[0, :, 0], k[0][:, 0])
+    cache = RaggedCache(1, 2, CAPACITY)
+    k, v, _, _ = write(cache, [[0, 1, 2, 3, 4], [0, 1, 2, 3, 4]], slice(0, 2), CAPACITY)
+    cache.compact([(0, 2, 1), (0, 3, 2), (0, 4, 3), (1, 4, 2)])  # slots that are read and overwritten at once
+    assert torch.equal(cache.layers[0].keys[0, :, :5], k[0][:, [0, 2, 3, 4, 4]])
+    assert torch.equal(cache.layers[0].values[0, :, :5], v[0][:, [0, 2, 3, 4, 4]])
+    assert torch.equal(cache.layers[0].keys[1, :, :5], k[1][:, [0, 1, 4, 3, 4]])
 
 
 def test_the_allocated_bytes_are_the_predicted_ones() -> None:

@@ -69,6 +69,8 @@ CASES = {
     "match, model": Case("match", (DraftModel(n_max=2),), (4, V)),
     "match, lookup": Case("match", (PromptLookup(n_max=2),), None),
     "match, lookup then model": Case("match", LOOKUP_THEN_MODEL, cuts={"top_p": 0.9}),
+    "coupled, model": Case("coupled", (DraftModel(n_max=2),)),
+    "coupled, lookup then model, top_p": Case("coupled", LOOKUP_THEN_MODEL, cuts={"top_p": 0.9}),
     "leviathan, model": Case("leviathan", (DraftModel(n_max=2),)),
     "leviathan, model, min_p": Case("leviathan", (DraftModel(n_max=2),), cuts={"min_p": 0.15}),
     "leviathan, draft of a smaller vocabulary, top_k": Case(
@@ -123,7 +125,7 @@ def test_drafts_verified_in_chunks_follow_the_targets_law(monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("acceptance", ["match", "leviathan"])
+@pytest.mark.parametrize("acceptance", ["match", "leviathan", "coupled"])
 def test_penalties_apply_to_the_accepted_text_in_the_sampled_law(acceptance: str) -> None:
     options = {"repetition_penalty": 1.8}
     out = _sample(small_model(1, V), LOOKUP_THEN_MODEL, CONTROL_SAMPLES, acceptance=acceptance, **options)
@@ -191,8 +193,11 @@ DRAFTERS = {
 
 @pytest.mark.parametrize("cuts", [{}, {"top_k": 6, "top_p": 0.9}], ids=["plain", "cut"])
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_match_gives_plain_decodings_text_whatever_the_drafter(name: str, cuts: dict[str, Any]) -> None:
-    options = {"acceptance": "match", "temperature": 0.9, "seed": 11, "max_new_tokens": 30, **cuts}
+@pytest.mark.parametrize("acceptance", ["match", "coupled"])
+def test_match_and_coupled_give_plain_decodings_text_whatever_the_drafter(
+    acceptance: str, name: str, cuts: dict[str, Any]
+) -> None:
+    options = {"acceptance": acceptance, "temperature": 0.9, "seed": 11, "max_new_tokens": 30, **cuts}
     decoder = _decoder(small_model(4, V))
     plain = decoder.generate(PROMPTS, strategies=[], **options)
     out = decoder.generate(PROMPTS, strategies=DRAFTERS[name], **options)
@@ -203,7 +208,7 @@ def test_match_gives_plain_decodings_text_whatever_the_drafter(name: str, cuts: 
     )
 
 
-@pytest.mark.parametrize("acceptance", ["match", "leviathan"])
+@pytest.mark.parametrize("acceptance", ["match", "leviathan", "coupled"])
 def test_a_row_does_not_depend_on_neighbours_batch_size_or_order(acceptance: str) -> None:
     decoder = _decoder(small_model(1, V))
     seeds = [3, 3, -1, 2**70, 0, 5]
@@ -227,7 +232,7 @@ def test_a_row_does_not_depend_on_neighbours_batch_size_or_order(acceptance: str
         assert alone.token_ids[0] == expected[i]
 
 
-@pytest.mark.parametrize("acceptance", ["match", "leviathan"])
+@pytest.mark.parametrize("acceptance", ["match", "leviathan", "coupled"])
 def test_seeds_repeat_and_differ_as_documented(acceptance: str) -> None:
     decoder = _decoder(small_model(1, V))
 

@@ -50,10 +50,10 @@ def test_an_observer_sees_the_hidden_state_of_every_position() -> None:
         torch.testing.assert_close(watching.seen[position], expected[position], atol=1e-4, rtol=1e-4)
 
 
-def test_a_tree_is_refused_until_it_can_be_verified() -> None:
+def test_a_tree_is_refused_of_a_strategy_that_does_not_announce_it() -> None:
     class Tree(Watching):
         def draft(self, requests: Sequence[specdec.DraftRequest]) -> list[specdec.Draft]:
             return [specdec.Draft([5, 7], parents=[-1, -1], drafter="tree") for _ in requests]
 
-    with pytest.raises(specdec.SpecdecError, match="tree"):
+    with pytest.raises(specdec.SpecdecError, match="makes_trees"):
         specdec.SpeculativeDecoder(tiny_model("llama")).generate([1, 2, 3], max_new_tokens=4, strategies=[Tree([])])

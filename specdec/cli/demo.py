@@ -25,7 +25,7 @@ def demo(
     max_new_tokens: Annotated[int | None, typer.Option(help="Most tokens to generate for a prompt.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 = greedy.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of sampled text.")] = None,
-    acceptance: Annotated[str | None, typer.Option(help="Acceptance rule: leviathan or match.")] = None,
+    acceptance: Annotated[str | None, typer.Option(help="Acceptance rule: leviathan, match or coupled.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each way; medians are shown.")] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:

@@ -35,7 +35,7 @@ def generate(
     min_p: Annotated[float | None, typer.Option(help="In [0, 1].")] = None,
     repetition_penalty: Annotated[float | None, typer.Option(help="1 = off.")] = None,
     seed: Annotated[int | None, typer.Option(help="Row i is keyed (seed, i).")] = None,
-    acceptance: Annotated[str | None, typer.Option(help="leviathan or match.")] = None,
+    acceptance: Annotated[str | None, typer.Option(help="leviathan, match or coupled.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be given several times.")] = None,
     ignore_eos: Annotated[bool | None, typer.Option("--ignore-eos", help="Go on after an end token.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Rows in one pass.")] = None,

@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.sampling import Sampling
+from specdec.sampling import Purpose, Sampling
+from specdec.trees import shape_of
 
 if TYPE_CHECKING:
     from transformers import LogitsProcessorList, PreTrainedTokenizerBase
@@ -42,13 +43,24 @@ class RowNoise:
 class RowSampling:
     """How the target will be sampled in this row, so that a drafter's q is comparable with p.
 
-    proposal: "argmax" or "sample" (what the acceptance rule wants of model drafters); processors: the row's
+    proposal: "argmax", "sample" or "coupled" (what the acceptance rule wants of model drafters); processors: the row's
     text-reading processors or None.
     """
 
     sampling: Sampling
     proposal: str
     processors: LogitsProcessorList | None = None
+
+    @property
+    def drawn(self) -> bool:
+        """Whether proposals are drawn from q; else they are its argmax."""
+        return self.proposal != "argmax" and not self.sampling.greedy
+
+    def streams(self, noise: RowNoise) -> tuple[int, Purpose]:
+        """The key and the purpose of the draws: the target's own under coupled, fresh in every round otherwise."""
+        if self.proposal == "coupled":
+            return noise.key, Purpose.SAMPLE
+        return noise.round_key, Purpose.DRAFT
 
 
 @dataclass(frozen=True)
@@ -72,9 +84,12 @@ class DraftRequest:
 class Draft:
     """Proposed tokens.
 
-    tokens: ids, a list or an int64 tensor [k] that may live on a device; parents: None for a chain; q: float32
-    [k, V] (V = the target's vocabulary), the law each token was really drawn from, or None for no claim; length:
-    a 0-d int64 tensor where only the device knows how many of `tokens` are proposed; drafter: the strategy's name.
+    tokens: ids, a list or an int64 tensor [k] that may live on a device; parents: None for a chain, for a tree the node
+    that each node follows (-1: the row's newest token), parents before children and siblings in order of proposal;
+    q: float32 [k, V] (V = the target's vocabulary), the law each token was really drawn from, or None for no claim (of
+    siblings drawn without replacement: the law without the earlier ones, renormalised; all zero = not drawn, the node
+    only fills its place); length: a 0-d int64 tensor where only the device knows how many of `tokens` a chain proposes;
+    drafter: the strategy's name.
     """
 
     tokens: Sequence[int] | Tensor = ()
@@ -87,15 +102,23 @@ class Draft:
         return len(self.tokens)
 
     def truncated(self, n_max: int) -> Draft:
-        """The first `n_max` tokens."""
-        if len(self) <= n_max:
+        """The first `n_max` tokens; of a tree, the nodes before the first that is deeper than `n_max`."""
+        if self.parents is not None:
+            deeper = np.flatnonzero(shape_of(tuple(self.parents)).depths > n_max)
+            return self.first(int(deeper[0]) - 1) if len(deeper) else self
+        return self.first(n_max)
+
+    def first(self, n: int) -> Draft:
+        """The first `n` tokens or nodes. The cut is one of places, never of what was drawn there."""
+        if len(self) <= n:
             return self
-        length = None if self.length is None else self.length.clamp(max=n_max)
-        q = None if self.q is None else self.q[:n_max]
-        return Draft(self.tokens[:n_max], None, q, self.drafter, length)
+        length = None if self.length is None else self.length.clamp(max=n)
+        q = None if self.q is None else self.q[:n]
+        parents = None if self.parents is None else self.parents[:n]
+        return Draft(self.tokens[:n], parents, q, self.drafter, length)
 
     def rest(self, start: int, actual: int) -> Draft:
-        """What is left after `start` of `actual` proposed tokens have been accepted."""
+        """What is left of a chain after `start` of `actual` proposed tokens have been accepted."""
         q = None if self.q is None else self.q[start:actual]
         return Draft(self.tokens[start:actual], None, q, self.drafter)
 
@@ -103,7 +126,8 @@ class Draft:
 @dataclass
 class DraftContext:
     """What a call offers its drafters: batch = number of slots, capacity = most tokens a row can reach, previous =
-    the drafters of the call before by their labels, under `keep_state` (else empty)."""
+    the drafters of the call before by their labels, under `keep_state` (else empty), nodes = most nodes of a tree that
+    are verified."""
 
     batch: int
     capacity: int
@@ -113,13 +137,15 @@ class DraftContext:
     draft_tokenizer: PreTrainedTokenizerBase | None = None
     reader: HostReader | None = None
     previous: Mapping[str, Any] = field(default_factory=dict)
+    nodes: int = 15
 
 
 @runtime_checkable
 class Drafter(Protocol):
     """What the chain calls. Optional: `fresh(context)` returns the object to use for one call (so that calls never
     share state), `close()` ends that call, `observe(output)` receives every target pass, prompt chunks included, with
-    hidden states (`specdec.runner.PassOutput`)."""
+    hidden states (`specdec.runner.PassOutput`). A drafter whose drafts can be trees has `makes_trees = True`, and may
+    have `accept_path(row, nodes)`, called before `accept` with the nodes of its tree that stood."""
 
     name: str
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from specdec.drafters.base import Draft, DraftContext, Drafter, DraftRequest, Tokens
 from specdec.errors import SpecdecError
 from specdec.runner import HostReader, PassOutput
+from specdec.trees import check_parents
 
 UPSTREAM_ORDER = (
     "ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache", "draft-model", "eagle3",
@@ -89,6 +90,7 @@ class Chain:
             counters = self.counters[label]
             started = time.perf_counter()
             proposed = _checked(label, drafter.draft([requests[i] for i in waiting]), len(waiting))
+            _check_trees(drafter, label, proposed)
             counters.n_call_draft += 1
             if index + 1 < len(self.drafters):
                 proposed = self._resolve(proposed)
@@ -132,15 +134,18 @@ class Chain:
             self.unsettled.discard(row)
             self.counters[self.labels[self.winner[row]]].count_drafted(drafted)
 
-    def accept(self, row: int, n_accepted: int) -> None:
-        """A round of `row` ended with `n_accepted` drafted tokens standing."""
+    def accept(self, row: int, n_accepted: int, path: Sequence[int] | None = None) -> None:
+        """A round of `row` ended with `n_accepted` drafted tokens standing; `path`: of a tree, which nodes."""
         if row not in self.winner:
             return
         mine = self.winner[row]
         started = time.perf_counter()
         counters = self.counters[self.labels[mine]]
         counters.count_accepted(n_accepted)
-        self.drafters[mine].accept(row, n_accepted, False)
+        winner: Any = self.drafters[mine]
+        if path is not None and hasattr(winner, "accept_path"):
+            winner.accept_path(row, path)
+        winner.accept(row, n_accepted, False)
         counters.n_call_accept += 1
         counters.t_accept += time.perf_counter() - started
         for index, drafter in enumerate(self.drafters):
@@ -172,6 +177,18 @@ def _checked(label: str, proposed: Any, expected: int) -> Sequence[Draft]:
             shape = tuple(draft.q.shape)
             raise SpecdecError(f"strategy {label!r} proposed {len(tokens)} tokens with a q of shape {shape}")
     return proposed
+
+
+def _check_trees(drafter: Any, label: str, drafts: Sequence[Draft]) -> None:
+    """Raise SpecdecError for parents that are no tree, and for trees of a strategy that does not announce them."""
+    for draft in drafts:
+        if draft.parents is None:
+            continue
+        if not getattr(drafter, "makes_trees", False):
+            raise SpecdecError(f"strategy {label!r} proposed a tree, but has no attribute makes_trees = True")
+        if draft.length is not None:
+            raise SpecdecError(f"strategy {label!r} proposed a tree whose length only the device knows")
+        check_parents(draft.parents, len(draft), label)
 
 
 def _labels(drafters: Sequence[Drafter]) -> list[str]:

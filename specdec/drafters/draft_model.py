@@ -3,7 +3,8 @@
 Source: llama.cpp `draft-simple`; Leviathan et al. 2023. Parameters: `n_max` tokens to propose; `p_min`: stop where
 the draft's top probability falls below it (softmax at T = 1 over the whole vocabulary, before processors; with
 `top_n` over the `top_n` best tokens only, as upstream); `n_min`: under argmax proposals a shorter draft is dropped,
-under sampled ones p_min cannot stop before it; `p_split` is llama.cpp's branching threshold: chains do not use it.
+under sampled ones p_min cannot stop before it; `branches` > 1 makes trees of up to so many paths, which split where
+further tokens have a probability above `p_split`; `tree` makes trees of a fixed shape (both: draft_tree.py).
 `preset="llama-classic" | "llama-2026"` takes upstream's values. `translate=True` drafts through text where the two
 vocabularies differ (translation.py).
 
@@ -33,10 +34,12 @@ from specdec.drafters.base import (
     empty_like,
     pad_vocabulary,
 )
+from specdec.drafters.draft_tree import Growth, parse_plan
 from specdec.errors import SpecdecError
 from specdec.kv_cache import KeptRows
 from specdec.runner import Runner, Shapes, to_device
-from specdec.sampling import History, Purpose, race, streams
+from specdec.sampling import History, race, streams
+from specdec.trees import Columns, Shape, moves, tree_pass
 
 DEFAULTS: dict[str, Any] = {"n_max": 5, "n_min": 0, "p_min": 0.0, "p_split": 0.1, "top_n": None}
 PRESETS: dict[str, dict[str, Any]] = {
@@ -55,6 +58,8 @@ class DraftModel(BaseDrafter):
     p_min: float | None = None
     p_split: float | None = None
     top_n: int | None = None
+    branches: int = 1
+    tree: Any = None
     preset: str | None = None
     translate: bool = False
     replacements: Mapping[str, str] = field(default_factory=dict)
@@ -72,6 +77,7 @@ class DraftModel(BaseDrafter):
         check_number("draft-model: p_split", self.p_split, 0.0, 1.0)
         if self.top_n is not None:
             check_whole("draft-model: top_n", self.top_n, 1)
+        self._check_tree()
         texts = self.replacements.items() if isinstance(self.replacements, Mapping) else [(self.replacements, None)]
         if not all(isinstance(a, str) and a and isinstance(b, str) for a, b in texts):
             raise SpecdecError(f"draft-model: replacements must map non-empty text to text, got {self.replacements!r}")
@@ -79,6 +85,20 @@ class DraftModel(BaseDrafter):
             raise SpecdecError("draft-model: replacements have no effect without translate=True")
         if (self.n_min or 0) > (self.n_max or 0):
             raise SpecdecError(f"draft-model needs n_min <= n_max, got n_min={self.n_min}, n_max={self.n_max}")
+
+    def _check_tree(self) -> None:
+        check_whole("draft-model: branches", self.branches, 1)
+        if self.tree is not None:
+            self.tree = parse_plan(self.tree)
+            if self.branches > 1 or self.p_min or self.n_min:
+                raise SpecdecError("draft-model: tree fixes the shape: branches, p_min and n_min do not go with it")
+        if self.makes_trees and self.translate:
+            raise SpecdecError("draft-model: translate=True drafts chains: tree and branches do not go with it")
+
+    @property
+    def makes_trees(self) -> bool:
+        """Whether drafts are trees."""
+        return self.tree is not None or self.branches > 1
 
     def fresh(self, context: DraftContext) -> Any:
         if context.draft_runner is None:
@@ -91,7 +111,8 @@ class DraftModel(BaseDrafter):
         made._context = context
         before = context.previous.get(self.name)
         kept = before._core.keep() if isinstance(before, DraftModel) else None
-        made._core = DraftCore(context.draft_runner, context.batch, context.capacity, kept)
+        spare = context.nodes if self.makes_trees else 0
+        made._core = DraftCore(context.draft_runner, context.batch, context.capacity, kept, spare)
         return made
 
     _context: DraftContext = field(init=False, repr=False, compare=False)
@@ -104,14 +125,21 @@ class DraftModel(BaseDrafter):
         if not is_other:
             self._core.accept(row, n_accepted)
 
+    def accept_path(self, row: int, nodes: Sequence[int]) -> None:
+        self._core.accept_path(row, nodes)
+
     def close(self) -> None:
         self._core.close()
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        limits = [self._core.room(r, self.n_max or 0) for r in requests]
+        depth = len(self.tree) if self.tree else self.n_max or 0
+        limits = [self._core.room(r, depth) for r in requests]
         work = [(r, n) for r, n in zip(requests, limits, strict=True) if n > 0]
         if not work:
             return empty_like(requests)
+        if self.makes_trees:
+            trees = Growth(self, [r for r, _ in work], [n for _, n in work]).grow()
+            return [trees.get(r.row, Draft()) for r in requests]
         proposal = self._propose([r for r, _ in work], max(n for _, n in work))
         drafts = {r.row: proposal.draft(r.row, n, self.name) for r, n in work}
         return [drafts.get(r.row, Draft()) for r in requests]
@@ -120,7 +148,7 @@ class DraftModel(BaseDrafter):
         """k draft steps for the rows of `requests`; the other rows ride along as padding."""
         core, vocab = self._core, self._context.vocab_size
         first = requests[0].sampling
-        sampled = first is not None and first.proposal == "sample" and not first.sampling.greedy
+        sampled = first is not None and first.drawn
         logits = core.catch_up(requests)  # [B, V_draft]
         steps = _Steps(core, requests, sampled)
         alive = torch.ones(core.batch, dtype=torch.bool, device=core.runner.device)
@@ -174,8 +202,9 @@ class _Steps:
         if sampled:
             keys, positions = [0] * core.batch, [0] * core.batch
             for r in requests:
-                assert r.noise is not None
-                keys[r.row], positions[r.row] = r.noise.round_key, len(r.tokens) + 1
+                assert r.noise is not None and r.sampling is not None
+                keys[r.row], self.purpose = r.sampling.streams(r.noise)
+                positions[r.row] = len(r.tokens) + 1
             self.keys, self.positions = to_device([keys, positions], device)
         self.known: list[Tensor | None] = [None] * core.batch
         self.processors: list[Any] = [None] * core.batch
@@ -190,7 +219,7 @@ class _Steps:
         alive = alive & scores.amax(dim=-1).isfinite()  # a broken draft proposes nothing; the target is unharmed
         if self.sampled:
             q = torch.softmax(scores, dim=-1)
-            token = race(q, streams(self.keys, self.positions + len(self.tokens), Purpose.DRAFT))
+            token = race(q, streams(self.keys, self.positions + len(self.tokens), self.purpose))
             self.q.append(q)
         else:
             token = scores.argmax(dim=-1)
@@ -215,31 +244,37 @@ class _Steps:
 class DraftCore:
     """A model with its own ragged cache, caught up with each row's text on demand.
 
-    Invariant: the first `length[row]` slots of a row hold the K/V of the first `length[row]` ids of its text.
+    Invariant: the first `length[row]` slots of a row hold the K/V of the first `length[row]` ids of its text, once the
+    moves that accepted paths of trees ask for are made (`settle`). `spare`: slots for nodes of trees.
     """
 
-    def __init__(self, runner: Runner, batch: int, capacity: int, kept: KeptRows | None = None):
+    def __init__(self, runner: Runner, batch: int, capacity: int, kept: KeptRows | None = None, spare: int = 0):
         self.runner, self.batch = runner, batch
         self.capacity = min(capacity, runner.context)
-        self.cache = runner.pool.lease(batch, self.capacity)
+        self.cache = runner.pool.lease(batch, self.capacity + spare)
         self.kept = kept
         self.shapes = Shapes.choose(runner.device, False, self.capacity)
         self.text = np.zeros((batch, self.capacity), dtype=np.int64)
         self.length = [0] * batch
         self.written = [0] * batch  # how much of `text` is known; accepted drafts are in the cache before that
         self.outstanding: dict[int, int] = {}  # row -> draft tokens of the open round
+        self.fed: dict[int, set[int]] = {}  # row -> nodes of the open round's tree that are in the cache
+        self.moves: list[tuple[int, int, int]] = []
 
     def close(self) -> None:
         self.runner.pool.give_back(self.cache)
 
     def keep(self) -> KeptRows:
         """The rows as they stand, for a later call."""
+        self.settle()
         lengths = [min(a, b) for a, b in zip(self.length, self.written, strict=True)]
         return KeptRows(self.cache, [self.text[row, :n].copy() for row, n in enumerate(lengths)])
 
     def begin(self, row: int, prompt: Tokens) -> None:
         """Forget the row; take over what an earlier call kept of this prompt."""
+        self.settle()
         self.outstanding.pop(row, None)
+        self.fed.pop(row, None)
         ids = as_array(prompt)[: self.capacity]
         self.length[row] = self.kept.restore(self.cache, row, ids) if self.kept else 0
         self.written[row] = self.length[row]
@@ -257,14 +292,28 @@ class DraftCore:
         if drafted:
             self.length[row] += min(n_accepted, drafted - 1)
 
+    def accept_path(self, row: int, nodes: Sequence[int]) -> None:
+        """The nodes of the row's tree that stood, from the top. A node that was never fed is the last of them."""
+        fed = self.fed.pop(row, set())
+        kept = [node + 1 for node in nodes if node in fed]
+        self.moves += moves(row, kept, self.length[row] - 1)
+        self.length[row] += len(kept)
+
+    def settle(self) -> None:
+        """Move accepted paths to where a chain would have them, all rows at once."""
+        self.cache.compact(self.moves)
+        self.moves = []
+
     def catch_up(self, requests: Sequence[DraftRequest]) -> Tensor:
         """Feed what each row's text has grown by; returns the logits after its newest token, [B, V_draft]."""
+        self.settle()
         fed: dict[int, np.ndarray] = {}
         for r in requests:
             row, total = r.row, len(r.tokens) + 1
             self.text[row, : total - 1] = as_array(r.tokens)
             self.text[row, total - 1] = r.last
             self.written[row] = total
+            self.fed.pop(row, None)
             if total - self.length[row] > CATCH_UP:
                 start = self.length[row]
                 self.runner.prefill(self.cache, self.shapes, row, self.text[row, start : total - 1].tolist(), start)
@@ -291,3 +340,15 @@ class DraftCore:
         width = self.shapes.width(1)
         padded = torch.nn.functional.pad(tokens[:, None], (0, width - 1))
         return self.runner.step(self.cache, self.shapes, padded, starts, counts).logits[:, 0]
+
+    def tree_step(self, tokens: Tensor, shapes: Sequence[Shape], columns: Sequence[Columns]) -> Tensor:
+        """Feed nodes of each row's tree: tokens [B, F], the columns they stand at; returns logits [B, F, V_draft]."""
+        starts = [n - 1 if fed else 0 for n, fed in zip(self.length, columns, strict=True)]
+        width = self.shapes.width(tokens.shape[1])
+        where = tree_pass(shapes, columns, width, starts, self.runner.device)
+        padded = torch.nn.functional.pad(tokens, (0, width - tokens.shape[1]))
+        for row, fed in enumerate(columns):
+            self.fed.setdefault(row, set()).update(column - 1 for column in fed)
+        counts = [len(fed) for fed in columns]
+        logits = self.runner.step(self.cache, self.shapes, padded, starts, counts, tree=where).logits
+        return logits[:, : tokens.shape[1]]

@@ -133,7 +133,7 @@ def load_decoder(config: RunConfig) -> SpeculativeDecoder:
 def comparable(options: dict[str, Any]) -> bool:
     """Whether plain decoding must give the same tokens: greedy, or a rule that emits the target's own draws."""
     settings = GenerationSettings.parse(options)
-    return settings.temperature == 0 or find_rule(settings.acceptance).name == "match"
+    return settings.temperature == 0 or find_rule(settings.acceptance).name in ("match", "coupled")
 
 
 def tokens_per_second(runs: list[Generation]) -> float:

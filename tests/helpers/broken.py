@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.acceptance import LEVIATHAN, AcceptanceRule, Block
+from specdec.acceptance import LEVIATHAN, MATCH, AcceptanceRule, Block, children_of
 from specdec.drafters.base import Draft, DraftRequest
-from specdec.sampling import Purpose, race
+from specdec.sampling import Purpose, fold, race, streams, uniform
 
 
 def _at(values: Tensor, accepted: Tensor) -> Tensor:
@@ -54,6 +54,39 @@ def _follow_ranked(block: Block, accepted: Tensor) -> Tensor:
     residual = (ranked - q.sort(dim=-1, descending=True).values).clamp(min=0)
     return _draw(block, accepted, torch.zeros_like(p).scatter(-1, ids, residual))
 
+
+def _descend_by_plain_law(block: Block, column: Tensor) -> Tensor:
+    """Every sibling is held against p itself: no residual in between."""
+    if block.q is None:
+        return MATCH.descend(block, column)  # type: ignore[misc]
+    assert block.tree is not None
+    position = block.positions + _at(block.tree.depths, column)
+    law, found = _at(block.p, column), torch.zeros_like(column)
+    for i, (child, node, exists) in enumerate(children_of(block, column)):
+        coin = uniform(fold(streams(block.keys, position, Purpose.ACCEPT), i))
+        token, q = _at(block.draft, node)[:, None], _at(block.q, node)
+        stands = exists & (found == 0) & (coin * q.gather(1, token)[:, 0] < law.gather(1, token)[:, 0])
+        found = torch.where(stands, child, found)
+    return found
+
+
+def _follow_target_in_tree(block: Block, column: Tensor) -> Tensor:
+    assert block.tree is not None
+    position = block.positions + _at(block.tree.depths, column)
+    return race(_at(block.p, column), streams(block.keys, position, Purpose.RESIDUAL))
+
+
+BROKEN_TREE_RULES = {
+    rule.name: rule
+    for rule in (
+        AcceptanceRule(
+            "no-residual-between-siblings", "sample", LEVIATHAN.stands, LEVIATHAN.follow, True, _descend_by_plain_law
+        ),
+        AcceptanceRule(
+            "no-residual-after-siblings", "sample", LEVIATHAN.stands, _follow_target_in_tree, True, LEVIATHAN.descend
+        ),
+    )
+}
 
 BROKEN_RULES = {
     rule.name: rule
