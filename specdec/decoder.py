@@ -217,7 +217,7 @@ class Call:
         self, decoder: SpeculativeDecoder, settings: GenerationSettings, drafters: Sequence[Any],
         prompts: Sequence[Sequence[int]],
     ):  # fmt: skip
-        self.decoder, self.drafters, self.record = decoder, drafters, False
+        self.decoder, self.drafters, self.record, self.top = decoder, drafters, False, 0
         self.rule = find_rule(settings.acceptance)
         self.exact = decoder.resolve_exact(settings.exact, drafters)
         self.settings = settings = replace(settings, seed=_fresh_seed(settings.seed))
@@ -285,6 +285,7 @@ class Call:
             reader=decoder.reader,
             kept=decoder._kept if keep else None,
             record=self.record,
+            top=self.top,
             logprobs=self.settings.output_logprobs,
         )
         return self

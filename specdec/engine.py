@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from specdec.acceptance import AcceptanceRule, Block, Verdict, judge
+from specdec.details import Probe, details_of
 from specdec.drafters.base import Draft, DraftRequest, RowNoise, RowSampling
 from specdec.drafters.chain import Chain
 from specdec.errors import SpecdecError
@@ -55,6 +56,7 @@ class Facts:
     logprobs: list[list[float]] | None = None
     p: list[list[float]] | None = None
     q: list[list[float]] | None = None
+    details: list[Any] = field(default_factory=list)  # of details.Probe
 
 
 @dataclass
@@ -73,6 +75,7 @@ class Engine:
     reader: HostReader
     kept: KeptRows | None = None
     record: bool = False  # yield Round objects, with p and q at drafted tokens
+    top: int = 0  # > 0: and with details, of so many best tokens a position
     logprobs: bool = False
     verify_passes: int = 0
     times: Times = field(default_factory=Times)
@@ -263,6 +266,8 @@ class Engine:
             rows = torch.arange(self.batch, device=tested_at.device)[:, None]
             wanted.append(block.p[rows, tested_at, block.draft])
             wanted.append((block.p if block.q is None else block.q).gather(-1, block.draft[..., None])[..., 0])
+        if self.record and self.top:
+            wanted += Probe(block, verdict, self.rule, self.top).tensors()
         values = self.reader.read(*wanted)
         optional = iter(values[5:])
         facts = Facts(*values[:5])
@@ -272,6 +277,7 @@ class Engine:
             facts.logprobs = next(optional)
         if self.record:
             facts.p, facts.q = next(optional), next(optional)
+        facts.details = list(optional)
         return facts
 
     def commit(self, facts: Facts, spans: dict[str, float]) -> list[Round]:
@@ -321,6 +327,8 @@ class Engine:
         n = min(facts.totals[slot], self.shapes.verify_width)
         assert facts.p is not None and facts.q is not None
         tokenizer = row.stops.tokenizer
+        columns = min(n + 1, self.shapes.verify_width)
+        details = details_of(facts.details, slot, n, columns, len(tokens), draft.q is not None) if self.top else None
         return Round(
             row=row.index,
             position=position,
@@ -336,6 +344,7 @@ class Engine:
             finish_reason=row.finish_reason,
             parents=None if draft.parents is None else list(draft.parents),
             path=None if draft.parents is None else path,
+            details=details,
         )
 
     def stats(self, total_seconds: float, reads_before: int) -> Stats:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from specdec.details import RoundDetails
 from specdec.stats import Stats
 
 
@@ -17,7 +18,8 @@ class Round:
     (q is None where the draft made no claim); accepted: how many stood; bonus: the token after them, None when the
     draft continues in the next pass or the row failed; tokens: ids emitted; text: their text (None without a
     tokenizer); times: seconds of this pass's draft and verify; finish_reason: set in the row's last round; parents,
-    path: of a tree, the node that each node follows (-1: the newest token) and the nodes that stood (None: a chain).
+    path: of a tree, the node that each node follows (-1: the newest token) and the nodes that stood (None: a chain);
+    details: of a recorded run (specdec.research.trace), more about the laws.
     """
 
     row: int
@@ -34,6 +36,7 @@ class Round:
     finish_reason: str | None = None
     parents: list[int] | None = None
     path: list[int] | None = None
+    details: RoundDetails | None = None
 
 
 @dataclass(frozen=True)

@@ -248,7 +248,7 @@ def _expected(p: torch.Tensor, q: torch.Tensor, rule: str, proposal: str) -> tor
         return torch.minimum(p, q).sum(-1)
     if rule == "match":
         return (p * q).sum(-1)
-    return _coupled_joint(p, q).sum(-1)
+    return coupled_joint(p, q).sum(-1)
 
 
 def _realised(p: torch.Tensor, q: torch.Tensor, at: torch.Tensor, rule: str, proposal: str) -> torch.Tensor:
@@ -259,10 +259,10 @@ def _realised(p: torch.Tensor, q: torch.Tensor, at: torch.Tensor, rule: str, pro
         return torch.minimum(p_x, q_x) / p_x
     if rule == "match":
         return q_x
-    return _coupled_joint(p, q).gather(-1, at).squeeze(-1) / p_x
+    return coupled_joint(p, q).gather(-1, at).squeeze(-1) / p_x
 
 
-def _coupled_joint(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+def coupled_joint(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """P(target and draft both pick x) = 1 / sum_y max(p_y/p_x, q_y/q_x), `[..., V]`, in O(V log V).
 
     With r = q / p the maximum is p_y/p_x where r_y <= r_x and q_y/q_x where r_y > r_x, so that in the order of r the

@@ -1,0 +1,175 @@
+"""Traces on disk: NAME.safetensors holds the numbers as flat arrays, NAME.json their structure, texts and provenance.
+
+Lists of different lengths are stored end to end, with how many entries belong to each round under `sizes/`. Numbers
+come back exactly: probabilities are float32 where they are computed, times float64. The JSON file carries a hash of the
+other, so that halves of two traces are not mixed up.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load as read_arrays
+from safetensors.numpy import save as arrays_bytes
+
+from specdec.details import RoundDetails
+from specdec.errors import SpecdecError
+from specdec.research.trace import Trace, TraceRow
+from specdec.result import Round
+
+FORMAT, VERSION = "specdec-trace", 1
+NOTHING = -1  # in place of an id or a name that a round has not
+# field -> (which of its round's lengths it has, type)
+LISTS = {"draft": ("drafted", np.int32), "p": ("drafted", np.float32), "tokens": ("emitted", np.int32)}
+OPTIONAL = {"q": ("drafted", np.float32), "parents": ("drafted", np.int16), "path": ("accepted", np.int16)}
+DETAILS = {
+    "rank": ("drafted", np.int32), "tv": ("drafted", np.float32), "expected": ("drafted", np.float32),
+    "entropy": ("columns", np.float32), "top_ids": ("columns", np.int32), "top": ("columns", np.float32),
+    "draft_top_ids": ("drafted", np.int32), "draft_top": ("drafted", np.float32),
+    "emitted_p": ("taken", np.float32), "emitted_rank": ("taken", np.int32), "emitted_column": ("taken", np.int16),
+}  # fmt: skip
+WIDE = ("top_ids", "top", "draft_top_ids", "draft_top")
+
+
+def save(trace: Trace, path: str | Path) -> Path:
+    """Write the two files; returns the JSON file's path. Raises SpecdecError where they cannot be written."""
+    arrays, text = _paths(path)
+    names: dict[str, list[str]] = {"strategy": trace.strategies, "finish_reason": []}
+    data = arrays_bytes(_arrays(trace, names))
+    document = {
+        "format": FORMAT,
+        "version": VERSION,
+        "arrays": {"file": arrays.name, "sha256": hashlib.sha256(data).hexdigest()},
+        "rounds": len(trace.rounds),
+        "names": names,
+        "texts": [r.text for r in trace.rounds],
+        "rows": [asdict(row) for row in trace.rows],
+        "tokens": trace.tokens,
+        "stats": trace.stats,
+        "provenance": trace.provenance,
+    }
+    try:
+        text.parent.mkdir(parents=True, exist_ok=True)
+        arrays.write_bytes(data)
+        text.write_text(json.dumps(document, ensure_ascii=False), encoding="utf-8")
+    except OSError as error:
+        raise SpecdecError(f"{text} cannot be written: {error.strerror}") from None
+    return text
+
+
+def _paths(path: str | Path) -> tuple[Path, Path]:
+    name = Path(path)
+    stem = name.with_suffix("") if name.suffix in (".json", ".safetensors") else name
+    return stem.with_name(f"{stem.name}.safetensors"), stem.with_name(f"{stem.name}.json")
+
+
+def _arrays(trace: Trace, names: dict[str, list[str]]) -> dict[str, np.ndarray]:
+    rounds = trace.rounds
+    reasons = names["finish_reason"] = sorted({r.finish_reason for r in rounds if r.finish_reason is not None})
+    arrays = {
+        "row": np.array([r.row for r in rounds], np.int32),
+        "position": np.array([r.position for r in rounds], np.int32),
+        "accepted": np.array([r.accepted for r in rounds], np.int32),
+        "bonus": np.array([NOTHING if r.bonus is None else r.bonus for r in rounds], np.int32),
+        "strategy": np.array([_index(names["strategy"], r.strategy) for r in rounds], np.int16),
+        "finish_reason": np.array([_index(reasons, r.finish_reason) for r in rounds], np.int16),
+        "seconds": np.array([[r.times["draft"], r.times["verify"]] for r in rounds], np.float64).reshape(-1, 2),
+        "sizes/drafted": np.array([len(r.draft) for r in rounds], np.int32),
+        "sizes/emitted": np.array([len(r.tokens) for r in rounds], np.int32),
+    }
+    details = [r.details for r in rounds]
+    arrays["sizes/columns"] = np.array([0 if d is None else len(d.entropy) for d in details], np.int32)
+    arrays["sizes/taken"] = np.array([0 if d is None else len(d.emitted_p) for d in details], np.int32)
+    arrays["has/details"] = np.array([d is not None for d in details], np.uint8)
+    for group, holders in ((LISTS | OPTIONAL, rounds), (DETAILS, details)):
+        for name, (_, kind) in group.items():
+            values = [None if holder is None else getattr(holder, name) for holder in holders]
+            if name in OPTIONAL or name in ("tv", "draft_top_ids", "draft_top"):
+                arrays[f"has/{name}"] = np.array([v is not None for v in values], np.uint8)
+            flat = [np.nan if x is None else x for v in values if v is not None for x in v]
+            best = len(flat[0]) if name in WIDE and flat else 1
+            arrays[name] = np.array(flat, kind).reshape((len(flat), best) if name in WIDE else (len(flat),))
+    return arrays
+
+
+def _index(names: Sequence[str], name: str | None) -> int:
+    return NOTHING if name is None else names.index(name)
+
+
+def load(path: str | Path) -> Trace:
+    """Read the two files. Raises SpecdecError where one is missing, is no part of a trace, or belongs to another."""
+    arrays_path, text_path = _paths(path)
+    for file in (text_path, arrays_path):
+        if not file.is_file():
+            raise SpecdecError(f"trace file not found: {file}")
+    try:
+        document = json.loads(text_path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise SpecdecError(f"{text_path} is not a trace: {error}") from None
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise SpecdecError(f"{text_path} is not a trace: it does not say format = {FORMAT!r}")
+    if document.get("version") != VERSION:
+        raise SpecdecError(f"{text_path} is a trace of version {document.get('version')!r}; this is version {VERSION}")
+    data = arrays_path.read_bytes()
+    if hashlib.sha256(data).hexdigest() != document.get("arrays", {}).get("sha256"):
+        raise SpecdecError(f"{arrays_path} is not the file that {text_path.name} was written with")
+    try:
+        return _trace(document, read_arrays(data))
+    except (SafetensorError, KeyError, IndexError, TypeError, ValueError) as error:
+        raise SpecdecError(f"{text_path} is damaged: {type(error).__name__}: {error}") from None
+
+
+def _trace(document: dict[str, Any], arrays: dict[str, np.ndarray]) -> Trace:
+    rounds = list(_rounds(document, arrays))
+    if len(rounds) != document["rounds"]:
+        raise ValueError(f"it lists {document['rounds']} rounds and holds {len(rounds)}")
+    rows = [TraceRow(**row) for row in document["rows"]]
+    tokens = {int(token): text for token, text in document["tokens"].items()}
+    return Trace(rows, rounds, tokens, document["provenance"], document["stats"])
+
+
+def _rounds(document: dict[str, Any], arrays: dict[str, np.ndarray]) -> Iterator[Round]:
+    names = {kind: dict(enumerate(listed)) for kind, listed in document["names"].items()}
+    texts = document["texts"]
+    count = len(arrays["row"])
+    lists = {name: _split(name, size, arrays) for name, (size, _) in (LISTS | OPTIONAL | DETAILS).items()}
+    for i in range(count):
+        values = {name: split[i] for name, split in lists.items()}
+        details = {name: values.pop(name) for name in DETAILS}
+        draft, verify = arrays["seconds"][i].tolist()
+        bonus = int(arrays["bonus"][i])
+        if details["expected"] is not None:
+            details["expected"] = [None if np.isnan(x) else x for x in details["expected"]]
+        yield Round(
+            row=int(arrays["row"][i]),
+            position=int(arrays["position"][i]),
+            strategy=names["strategy"].get(int(arrays["strategy"][i])),
+            accepted=int(arrays["accepted"][i]),
+            bonus=None if bonus == NOTHING else bonus,
+            text=texts[i],
+            times={"draft": draft, "verify": verify},
+            finish_reason=names["finish_reason"].get(int(arrays["finish_reason"][i])),
+            details=RoundDetails(**details) if arrays["has/details"][i] else None,
+            **values,
+        )
+
+
+def _split(name: str, size: str, arrays: dict[str, np.ndarray]) -> list[Any]:
+    """A flat array as one list a round; None where the round has none."""
+    sizes = arrays["accepted"] if size == "accepted" else arrays[f"sizes/{size}"]
+    has = arrays.get(f"has/{name}")
+    if has is None:
+        has = arrays["has/details"] if name in DETAILS else np.ones(len(sizes), np.uint8)
+    if int(sizes[has > 0].sum()) != len(arrays[name]):
+        raise ValueError(f"{name} holds {len(arrays[name])} entries for {int(sizes[has > 0].sum())}")
+    ends = np.cumsum(np.where(has > 0, sizes, 0))
+    flat = arrays[name].tolist()
+    spans = zip(ends - np.where(has > 0, sizes, 0), ends, has, strict=True)
+    return [flat[a:b] if there else None for a, b, there in spans]
