@@ -24,8 +24,9 @@ class RoundDetails:
 
     rank [n]: tokens more probable under p than the drafted one; tv [n]: TV(p, q), None where q is unknown; expected
     [n]: probability, given the tokens before it, that a token proposed there stands if it is tested (a token without a
-    q: that this one does; None: unknown); draft_top_ids, draft_top [n, k]: best of q, None where q is unknown; entropy [c]: of p in nats; top_ids, top [c, k]: best of p;
-    emitted_p, emitted_rank, emitted_column [e]: of each emitted token under p, and the column that it came from.
+    q: that this one does; None: unknown); draft_top_ids, draft_top [n, k]: best of q, None where q is unknown; entropy
+    [c]: of p in nats; top_ids, top [c, k]: best of p; emitted_p, emitted_rank, emitted_column [e]: of each emitted
+    token under p, and the column that it came from.
 
     p is the processed law; of a greedy run, the softmax of the scores that the argmax is taken of.
     """

@@ -63,11 +63,11 @@ def generate(
         repetition_penalty=repetition_penalty, acceptance=acceptance, stop_strings=stop, ignore_eos=ignore_eos,
         batch_size=batch_size, num_return_sequences=num_return_sequences, **extra_options(option or []),
     )  # fmt: skip
-    run = _run(config, pair, options, strategies, translate, read_prompts(prompt or [], prompt_file or []))
+    run = make_run(config, pair, options, strategies, translate, read_prompts(prompt or [], prompt_file or []))
     _generate(run, chat, as_json)
 
 
-def _run(
+def make_run(
     config: Path | None, pair: dict[str, Any], options: dict[str, Any], strategies: str | None, translate: bool,
     prompts: list[str],
 ) -> RunConfig:  # fmt: skip

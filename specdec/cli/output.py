@@ -162,3 +162,8 @@ def time_text(time: Mapping[str, float]) -> str:
 def number(value: float | None, digits: int = 2) -> str:
     """A figure that may not exist."""
     return "-" if value is None else f"{value:.{digits}f}"
+
+
+def warn(message: str) -> None:
+    """A line on standard error that is no failure."""
+    Console(stderr=True, highlight=False).print(f"warning: {message}", style="yellow", markup=False, soft_wrap=True)

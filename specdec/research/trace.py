@@ -40,9 +40,9 @@ class TraceRow:
 
 @dataclass
 class Trace:
-    """rows: in the order of the call; rounds: in the order of its passes, of all rows; tokens: id -> text, for every id
-    that occurs, {} without a tokenizer; provenance: of the call; stats: `Stats.to_dict()`; result: the call's, None in a
-    loaded trace."""
+    """One call. rows: in its order; rounds: of all rows, in the order of its passes; tokens: id -> text, for every id
+    that occurs, {} without a tokenizer; provenance: of the call; stats: `Stats.to_dict()`; result: the call's, None in
+    a loaded trace."""
 
     rows: list[TraceRow]
     rounds: list[Round]
@@ -159,8 +159,9 @@ def record(
         try:
             for found in call.engine.run():
                 rounds += found
-                for entry in found if watch is not None else ():
-                    watch(entry)
+                if watch is not None:
+                    for entry in found:
+                        watch(entry)
         except KeyboardInterrupt:
             call.interrupt()
     result: Generation = call.result()

@@ -73,7 +73,7 @@ def _paths(path: str | Path) -> tuple[Path, Path]:
 def _arrays(trace: Trace, names: dict[str, list[str]]) -> dict[str, np.ndarray]:
     rounds = trace.rounds
     reasons = names["finish_reason"] = sorted({r.finish_reason for r in rounds if r.finish_reason is not None})
-    arrays = {
+    arrays: dict[str, np.ndarray] = {
         "row": np.array([r.row for r in rounds], np.int32),
         "position": np.array([r.position for r in rounds], np.int32),
         "accepted": np.array([r.accepted for r in rounds], np.int32),
@@ -93,7 +93,7 @@ def _arrays(trace: Trace, names: dict[str, list[str]]) -> dict[str, np.ndarray]:
             values = [None if holder is None else getattr(holder, name) for holder in holders]
             if name in OPTIONAL or name in ("tv", "draft_top_ids", "draft_top"):
                 arrays[f"has/{name}"] = np.array([v is not None for v in values], np.uint8)
-            flat = [np.nan if x is None else x for v in values if v is not None for x in v]
+            flat: list[Any] = [np.nan if x is None else x for v in values if v is not None for x in v]
             best = len(flat[0]) if name in WIDE and flat else 1
             arrays[name] = np.array(flat, kind).reshape((len(flat), best) if name in WIDE else (len(flat),))
     return arrays

@@ -1,0 +1,171 @@
+"""`specdec trace record | show`: keep every round of a run, and look at it on the terminal or as a page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from specdec.cli import output
+from specdec.cli.generate import make_run
+from specdec.cli.inputs import extra_options, given, read_prompts
+from specdec.config import RunConfig
+from specdec.research.analysis import analyse
+from specdec.research.datasets import load_prompts
+from specdec.research.demo import load_decoder
+from specdec.research.monitor import Monitor
+from specdec.research.trace import Trace, goes_on, record
+from specdec.result import Round
+
+app = typer.Typer(
+    help="Record every round of a run, and show it.", context_settings={"help_option_names": ["-h", "--help"]}
+)
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+Html = Annotated[Path | None, typer.Option("--html", help="Also write the token page here.")]
+
+
+@app.command("record")
+def record_run(
+    out: Annotated[Path, typer.Option(help="Files to write: OUT.safetensors and OUT.json.")],
+    target: Annotated[str | None, typer.Option(help="Hub id, folder, GGUF file, or demo-target.")] = None,
+    draft: Annotated[str | None, typer.Option(help="The same for the draft, or demo-draft.")] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="Text to continue; may be given several times.")] = None,
+    prompt_file: Annotated[list[Path] | None, typer.Option(help="A file with one prompt; - = standard input.")] = None,
+    dataset: Annotated[str | None, typer.Option(help="A prompt set by name, or a JSON-lines file.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Most prompts of the set, spread over categories.")] = None,
+    chat: Annotated[bool, typer.Option("--chat/--no-chat", help="Put prompts through the chat template.")] = False,
+    strategies: Annotated[str | None, typer.Option(help="a,b:key=value by priority; none = plain decoding.")] = None,
+    config: Annotated[Path | None, typer.Option(help="A run as a YAML file; options given here win over it.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="Most tokens to generate for a prompt.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 = greedy.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Row i is keyed (seed, i).")] = None,
+    acceptance: Annotated[str | None, typer.Option(help="leviathan, match or coupled.")] = None,
+    option: Annotated[list[str] | None, typer.Option(help="Any other generation option, as name=value.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda[:n].")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
+    top: Annotated[int, typer.Option(min=1, help="Best tokens of each law to keep.")] = 5,
+    html: Html = None,
+    as_json: AsJson = False,
+) -> None:
+    """Generate, and keep every round. Warns on standard error while drafts are hardly accepted."""
+    pair = given(target=target, draft=draft, device=device, dtype=dtype)
+    options = given(
+        max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, acceptance=acceptance,
+        **extra_options(option or []),
+    )  # fmt: skip
+    typed = read_prompts(prompt or [], prompt_file or [])
+    known = [] if dataset is None else load_prompts(dataset, limit=limit)
+    run = make_run(config, pair, options, strategies, False, typed + [p.text for p in known])
+    names = [f"prompt {i}" for i in range(len(run.prompts) - len(known))]
+    trace = _record(run, chat, top, names + [p.id for p in known], [""] * len(names) + [p.category for p in known])
+    trace.save(out)
+    _finish(trace, html, as_json, {"file": str(out), "rows": len(trace.rows), "rounds": len(trace.rounds)})
+
+
+def _record(run: RunConfig, chat: bool, top: int, ids: Sequence[str], categories: Sequence[str]) -> Trace:
+    prompts: list[Any] = [[{"role": "user", "content": p}] if chat else p for p in run.prompts]
+    with output.progress("loading") as advance:
+        decoder = load_decoder(run)
+        advance("recording")
+        monitor = Monitor(decoder, chat=chat, warn=output.warn)
+        return record(decoder, prompts, top=top, ids=ids, categories=categories, watch=monitor, **run.generation)
+
+
+@app.command()
+def show(
+    path: Annotated[Path, typer.Argument(help="A trace, by either of its files or without a suffix.")],
+    row: Annotated[list[int] | None, typer.Option(help="Only this row; may be given several times.")] = None,
+    strategy: Annotated[list[str] | None, typer.Option(help="Only rounds that this strategy drafted.")] = None,
+    rounds: Annotated[bool, typer.Option("--rounds", help="A line for each round, in place of the text.")] = False,
+    html: Html = None,
+    as_json: AsJson = False,
+) -> None:
+    """The text with every token's origin; rejected drafts stand in [-these-]. With --json the rounds, as recorded."""
+    trace = Trace.load(path)
+    chosen = trace.select(row, strategy)
+    if as_json:
+        data = {"rows": [asdict(r) for r in trace.rows], "rounds": [asdict(r) for r in chosen], "stats": trace.stats}
+        _finish(trace, html, True, {**data, "provenance": trace.provenance})
+        return
+    console = output.stdout()
+    palette = output.colours(trace.strategies)
+    for index in row or range(len(trace.rows)):
+        of_row = [r for r in chosen if r.row == index]
+        console.rule(f"row {index} {trace.rows[index].id} {trace.rows[index].finish_reason}", style="dim")
+        if rounds:
+            console.print(_round_table(trace, of_row))
+        else:
+            console.print(_text(trace, index, of_row, palette), soft_wrap=True)
+    console.rule(style="dim")
+    if palette:
+        console.print(output.legend(palette))
+        console.print(_analysis_table(trace, row, strategy))
+    _finish(trace, html, False, {})
+
+
+def _finish(trace: Trace, html: Path | None, as_json: bool, facts: dict[str, Any]) -> None:
+    if html is not None:
+        trace.to_html(html)
+    if as_json:
+        output.print_json(facts)
+    elif facts:
+        made = output.table("figure", "value")
+        for name, value in facts.items():
+            made.add_row(name, str(value))
+        output.stdout().print(made)
+
+
+def _text(trace: Trace, index: int, rounds: Sequence[Round], palette: dict[str, str]) -> Text:
+    """The row's text. Rounds that were filtered out stand as `...`."""
+    row, shown = trace.rows[index], {id(r) for r in rounds}
+    text = Text(row.prompt_text or " ".join(map(trace.text_of, row.prompt)), style="dim")
+    at, gap = 0, False
+    for r in trace.of_row(index):
+        if id(r) in shown:
+            colour = palette.get(r.strategy or "", "")
+            for j in range(len(r.tokens)):
+                if j == r.accepted:
+                    text.append(_struck(trace, r), style=f"{colour} dim strike")
+                piece = row.pieces[at + j] if at + j < len(row.pieces) else f"{trace.text_of(r.tokens[j])} "
+                text.append(piece, style=colour if j < r.accepted else "")
+            if len(r.tokens) <= r.accepted and not goes_on(r):
+                text.append(_struck(trace, r), style=f"{colour} dim strike")
+        elif not gap:
+            text.append(" ... ", style="dim")
+        gap = id(r) not in shown
+        at += len(r.tokens)
+    return text
+
+
+def _struck(trace: Trace, r: Round) -> str:
+    path = range(r.accepted) if r.path is None else r.path
+    fallen = "".join(trace.text_of(t) for node, t in enumerate(r.draft) if node not in path)
+    return f"[-{fallen}-]".replace("\n", "⏎") if fallen else ""
+
+
+def _round_table(trace: Trace, rounds: Sequence[Round]) -> Any:
+    made = output.table("strategy", "position", "drafted", "accepted", "p", "TV", "draft ms", "verify ms", "text")
+    for r in rounds:
+        distances = r.details.tv if r.details is not None and r.details.tv is not None else []
+        made.add_row(
+            Text(r.strategy or "-"), str(r.position), str(len(r.draft)), str(r.accepted),
+            " ".join(f"{p:.2f}" for p in r.p), " ".join(f"{d:.2f}" for d in distances),
+            f"{r.times['draft'] * 1e3:.1f}", f"{r.times['verify'] * 1e3:.1f}", Text(repr(r.text or r.tokens)),
+        )  # fmt: skip
+    return made
+
+
+def _analysis_table(trace: Trace, rows: list[int] | None, strategies: list[str] | None) -> Any:
+    made = output.table(
+        "strategy", "position", "tested", "accepted / tested", "expected", "accepted / drafted", title="Acceptance"
+    )
+    for entry in analyse(trace, ("strategy", "position"), rows, strategies):
+        made.add_row(
+            str(entry.key[0]), str(entry.key[1]), str(entry.tested), output.number(entry.conditional, 3),
+            output.number(entry.expected, 3), output.number(entry.unconditional, 3),
+        )  # fmt: skip
+    return made
