@@ -55,7 +55,8 @@ class Block:
     the target need not be sampled at every position; totals [B]: lengths of the whole drafts, chunks to come
     included (acceptance does not look at them); keys [B]: row keys; positions [B]: sequence position of the
     token that column 0 predicts; tree: where the columns stand, when some row's draft is a tree. Drafted token s
-    is then node s, tested at the column that `tree` names and fed, if at all, at column s + 1.
+    is then node s, tested at the column that `tree` names and fed, if at all, at column s + 1; done [B]: how many
+    tokens of the row's draft earlier passes have accepted.
     """
 
     scores: Tensor
@@ -70,6 +71,7 @@ class Block:
     has_q: Tensor | None = None
     all_claim: bool = False
     tree: TreeLayout | None = None
+    done: Tensor | None = None
 
     @cached_property
     def p(self) -> Tensor:

@@ -161,10 +161,10 @@ class Engine:
         counts = [1 + min(len(drafts[b]), limit - 1) if b in drafts else 0 for b in range(self.batch)]
         width = self.shapes.width(max(counts))
         draft, totals = self._draft_matrix(drafts, width)
-        layout = [[0, 0, 0]] * self.batch
+        layout = [[0, 0, 0, 0]] * self.batch
         for b, row in active:
-            layout[b] = [row.last, row.key, row.size]
-        last, keys, positions = to_device(layout, device).unbind(dim=1)
+            layout[b] = [row.last, row.key, row.size, row.accepted]
+        last, keys, positions, done = to_device(layout, device).unbind(dim=1)
         fed = torch.cat([last[:, None], draft[:, : width - 1]], dim=1)
         starts = [0] * self.batch
         for b, row in active:
@@ -184,7 +184,7 @@ class Engine:
         return Block(
             scores=scores, draft=draft, lengths=totals.clamp(max=limit), final=totals < limit, keys=keys,
             positions=positions, sampling=self.sampling, q=q, has_q=has_q, all_claim=all_claim, totals=totals,
-            tree=TreeLayout.of(trees, width, device) if trees is not None else None,
+            tree=TreeLayout.of(trees, width, device) if trees is not None else None, done=done,
         )  # fmt: skip
 
     def _trees(self, drafts: dict[int, Draft]) -> list[Shape] | None:

@@ -210,15 +210,20 @@ def _group(key: tuple[Any, ...], tokens: Sequence[DraftedToken], seed: int) -> G
 
 
 def _interval(tested: Sequence[DraftedToken], seed: int) -> tuple[float | None, float | None]:
-    """Tokens of one row depend on each other, so whole rows are drawn, with replacement."""
-    rows = sorted({t.row for t in tested})
-    if len(rows) < 2:
-        return None, None
-    counts = np.zeros((len(rows), 2))
-    place = {row: i for i, row in enumerate(rows)}
+    place = {row: i for i, row in enumerate(sorted({t.row for t in tested}))}
+    counts = np.zeros((len(place), 2))
     for t in tested:
         counts[place[t.row]] += (t.accepted, 1)
-    weights = np.random.default_rng(seed).multinomial(len(rows), np.full(len(rows), 1 / len(rows)), size=RESAMPLES)
+    return ratio_interval(counts, seed)
+
+
+def ratio_interval(counts: np.ndarray, seed: int = 0) -> tuple[float | None, float | None]:
+    """95 % bootstrap interval of sum(counts[:, 0]) / sum(counts[:, 1]), float64 [rows, 2]; (None, None) of one row.
+
+    Tokens of one row depend on each other, so whole rows are drawn, with replacement."""
+    if len(counts) < 2:
+        return None, None
+    weights = np.random.default_rng(seed).multinomial(len(counts), np.full(len(counts), 1 / len(counts)), RESAMPLES)
     drawn = weights @ counts
     low, high = np.quantile(drawn[:, 0] / drawn[:, 1], [0.025, 0.975])
     return float(low), float(high)

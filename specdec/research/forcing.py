@@ -1,0 +1,120 @@
+"""Teacher forcing: a text as target and draft see it, a pass of each over what is written already.
+
+At every token x of the text that gives the probability w that a tested draft would have stood there, given that x was
+written, and the draft's confidence. Argmax proposals (greedy, `match`) and `coupled` draws, whose random numbers are
+the target's own and so known, stand or fall for certain: w is 1 or 0. Under `leviathan` w = min(1, q(x) / p(x)), for
+reasons that are in specdec.theory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec.drafters.base import pad_vocabulary
+from specdec.errors import SpecdecError
+from specdec.runner import Runner, Shapes, to_device
+from specdec.sampling import History, Purpose, race, streams
+from specdec.theory import coupled_joint
+
+CHUNK = 64  # tokens of a pass: bounds the memory that laws take
+
+
+@dataclass(frozen=True)
+class ForcedText:
+    """A text as target and draft see it; n output tokens, float64 [n] each. weight: P(a tested draft stood | this token
+    was written); confidence: the draft's top probability at T = 1; expected: P(a tested draft stands) before x."""
+
+    prompt: np.ndarray
+    output: np.ndarray
+    weight: np.ndarray
+    confidence: np.ndarray
+    expected: np.ndarray
+
+
+def force(decoder: Any, call: Any, outputs: Sequence[Sequence[int]], acceptance: str) -> list[ForcedText]:
+    """Read each text with target and draft; without a draft model all numbers are NaN."""
+    if len(outputs) != len(call.rows):
+        raise SpecdecError(f"what_if: got {len(outputs)} outputs for {len(call.rows)} rows")
+    texts = []
+    for row, output in zip(call.rows, outputs, strict=True):
+        parts = [np.full((3, len(output)), np.nan)]
+        if decoder.draft is not None and len(output):
+            target = _read(decoder.target, call, row, output, decoder.target.vocab_size)
+            draft = _read(decoder.draft, call, row, output, decoder.target.vocab_size)
+            ids = to_device(list(output), decoder.target.device).split(CHUNK)
+            noise = _streams(row, len(output), decoder.target.device).split(CHUNK)
+            rule = "greedy" if call.sampling.greedy else acceptance
+            parts = [_judge(p, q, x, own, rule) for p, q, x, own in zip(target, draft, ids, noise, strict=True)]
+        weight, confidence, expected = np.concatenate(parts, axis=1)
+        prompt, written = (np.asarray(ids, dtype=np.int64) for ids in (row.prompt, output))
+        texts.append(ForcedText(prompt, written, weight, confidence, expected))
+    return texts
+
+
+def _read(runner: Runner, call: Any, row: Any, output: Sequence[int], vocab: int) -> list[tuple[Tensor, Tensor]]:
+    """Processed scores [c, V] and raw top probabilities [c] of the laws that `output` was written under, by chunks."""
+    ids = [*row.prompt, *output]
+    if len(ids) > runner.context:
+        raise SpecdecError(
+            f"what_if: row {row.index} has {len(ids)} tokens, more than a model's context, {runner.context}"
+        )
+    cache = runner.pool.lease(1, len(ids))
+    shapes = Shapes.choose(runner.device, False, len(ids))
+    found = []
+    processors = None
+    if call.sampling.row_processors is not None:
+        processors = call.sampling.row_processors(len(row.prompt), row.stops.max_new_tokens)
+    try:
+        start = len(row.prompt) - 1
+        cache.wipe(0, 0)
+        runner.prefill(cache, shapes, 0, ids[:start], 0)
+        while start < len(ids) - 1:
+            fed = ids[start : min(start + CHUNK, len(ids) - 1)]
+            padded = fed + [0] * (shapes.width(len(fed)) - len(fed))
+            tokens = to_device([padded], runner.device)
+            logits = runner.step(cache, shapes, tokens, [start], [len(fed)]).logits[:, : len(fed)]
+            logits = pad_vocabulary(logits, vocab)
+            history = None
+            if processors is not None:
+                known = to_device(ids[:start], runner.device)
+                history = History([known], tokens[:, : len(fed)], [processors], [len(fed)])
+            confidence = torch.softmax(logits[0].float(), dim=-1).amax(dim=-1)
+            found.append((call.sampling.scores(logits, history)[0], confidence))
+            start += len(fed)
+    finally:
+        runner.pool.give_back(cache)
+    return found
+
+
+def _streams(row: Any, n: int, device: torch.device) -> Tensor:
+    """The random streams of the target's own draws in a row's n output tokens."""
+    positions = torch.arange(len(row.prompt), len(row.prompt) + n, device=device)
+    return streams(torch.full_like(positions, row.key), positions, Purpose.SAMPLE)
+
+
+def _judge(
+    target: tuple[Tensor, Tensor], draft: tuple[Tensor, Tensor], x: Tensor, own: Tensor, rule: str
+) -> np.ndarray:
+    """weight, confidence and expected acceptance, float64 [3, c], from what `_read` gave, written ids and streams [c]."""
+    q_scores, confidence = (t.to(x.device) for t in draft)
+    p, q = (torch.softmax(scores, dim=-1) for scores in (target[0], q_scores))
+    at = x[:, None]
+    if rule == "leviathan":
+        # A token that rounding has put outside a cut of p was written nevertheless; no draft stands there.
+        weight = (q.double().gather(-1, at) / p.double().gather(-1, at))[:, 0].nan_to_num(0.0, 0.0).clamp(0.0, 1.0)
+        expected = torch.minimum(p, q).sum(dim=-1)
+    elif rule == "coupled":
+        weight = race(q, own) == x
+        expected = coupled_joint(p.double(), q.double()).sum(dim=-1)
+    else:
+        best = q_scores.argmax(dim=-1)
+        weight = best == x
+        agreed = best == target[0].argmax(dim=-1)
+        expected = agreed if rule == "greedy" else p.gather(-1, best[:, None])[:, 0]
+    return torch.stack([v.double() for v in (weight, confidence, expected)]).cpu().numpy()
