@@ -62,9 +62,7 @@ def test_acceptance_is_what_the_laws_say(traces: dict[str, Trace], name: str) ->
 
 
 @pytest.mark.parametrize("fault", ["accept-all", "lenient"])
-def test_a_rule_that_accepts_too_much_does_not_fit_the_laws(
-    decoder: specdec.SpeculativeDecoder, fault: str
-) -> None:
+def test_a_rule_that_accepts_too_much_does_not_fit_the_laws(decoder: specdec.SpeculativeDecoder, fault: str) -> None:
     """The control: what `leviathan` accepts and a third of the rest, or everything, is far out."""
     honest = BROKEN_RULES["accept-all"]
     if fault == "lenient":

@@ -93,9 +93,7 @@ def test_html_in_prompts_names_and_tokens_stays_text(trace: Trace) -> None:
     assert page.all("h2")[0][1].startswith(f"row 0 · {HOSTILE} · <b>x")
 
 
-def test_the_check_for_html_rejects_a_page_that_does_not_escape(
-    trace: Trace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_check_for_html_rejects_a_page_that_does_not_escape(trace: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_page, "escape", lambda text: text)
     assert faults(trace.to_html()) != []
 

@@ -63,7 +63,15 @@ def record_run(
     names = [f"prompt {i}" for i in range(len(run.prompts) - len(known))]
     trace = _record(run, chat, top, names + [p.id for p in known], [""] * len(names) + [p.category for p in known])
     trace.save(out)
-    _finish(trace, html, as_json, {"file": str(out), "rows": len(trace.rows), "rounds": len(trace.rounds)})
+    _write_page(trace, html)
+    facts = {"file": str(out), "rows": len(trace.rows), "rounds": len(trace.rounds)}
+    if as_json:
+        output.print_json(facts)
+        return
+    made = output.table("figure", "value")
+    for name, value in facts.items():
+        made.add_row(name, Text(str(value)))
+    output.stdout().print(made)
 
 
 def _record(run: RunConfig, chat: bool, top: int, ids: Sequence[str], categories: Sequence[str]) -> Trace:
@@ -87,9 +95,10 @@ def show(
     """The text with every token's origin; rejected drafts stand in [-these-]. With --json the rounds, as recorded."""
     trace = Trace.load(path)
     chosen = trace.select(row, strategy)
+    _write_page(trace, html)
     if as_json:
         data = {"rows": [asdict(r) for r in trace.rows], "rounds": [asdict(r) for r in chosen], "stats": trace.stats}
-        _finish(trace, html, True, {**data, "provenance": trace.provenance})
+        output.print_json({**data, "provenance": trace.provenance})
         return
     console = output.stdout()
     palette = output.colours(trace.strategies)
@@ -104,19 +113,11 @@ def show(
     if palette:
         console.print(output.legend(palette))
         console.print(_analysis_table(trace, row, strategy))
-    _finish(trace, html, False, {})
 
 
-def _finish(trace: Trace, html: Path | None, as_json: bool, facts: dict[str, Any]) -> None:
+def _write_page(trace: Trace, html: Path | None) -> None:
     if html is not None:
         trace.to_html(html)
-    if as_json:
-        output.print_json(facts)
-    elif facts:
-        made = output.table("figure", "value")
-        for name, value in facts.items():
-            made.add_row(name, str(value))
-        output.stdout().print(made)
 
 
 def _text(trace: Trace, index: int, rounds: Sequence[Round], palette: dict[str, str]) -> Text:

@@ -40,6 +40,27 @@ class ForcedText:
 def force(decoder: Any, call: Any, outputs: Sequence[Sequence[int]], acceptance: str) -> list[ForcedText]:
     """Read each text with target and draft; without a draft model all numbers are NaN."""
     if len(outputs) != len(call.rows):
+        raise SpecdecError(f"what_if: got {len(outputs)} outputs for {len(call.rows)} rows")
+    texts = []
+    for row, output in zip(call.rows, outputs, strict=True):
+        parts = [np.full((3, len(output)), np.nan)]
+        if decoder.draft is not None and len(output):
+            target = _read(decoder.target, call, row, output, decoder.target.vocab_size)
+            draft = _read(decoder.draft, call, row, output, decoder.target.vocab_size)
+            ids = to_device(list(output), decoder.target.device).split(CHUNK)
+            noise = _streams(row, len(output), decoder.target.device).split(CHUNK)
+            rule = "greedy" if call.sampling.greedy else acceptance
+            parts = [_judge(p, q, x, own, rule) for p, q, x, own in zip(target, draft, ids, noise, strict=True)]
+        weight, confidence, expected = np.concatenate(parts, axis=1)
+        prompt, written = (np.asarray(ids, dtype=np.int64) for ids in (row.prompt, output))
+        texts.append(ForcedText(prompt, written, weight, confidence, expected))
+    return texts
+
+
+def _read(runner: Runner, call: Any, row: Any, output: Sequence[int], vocab: int) -> list[tuple[Tensor, Tensor]]:
+    """Processed scores [c, V] and raw top probabilities [c] of the laws that `output` was written under, by chunks."""
+    ids = [*row.prompt, *output]
+    if len(ids) > runner.context:
         raise SpecdecError(f"what_if: row {row.index} has {len(ids)} tokens, a model has a context of {runner.context}")
     cache = runner.pool.lease(1, len(ids))
     shapes = Shapes.choose(runner.device, False, len(ids))
