@@ -13,14 +13,16 @@ libraries whose matcher moves along one text and can be rolled back. `Grammar` i
 JSON schemas and Lark grammars through llguidance (`pip install specdec[grammar]`).
 
 States are kept per row as a tree of the continuations seen, so that a position costs one `advance`, whether the draft
-or the target came there first. Masks apply to the draft's scores before anything is sampled, hence to q: a forbidden
-token has p = q = 0. The draft is never cut at a sampled token.
+or the target came there first; tokens behind a forbidden one are never looked at. Where everything that is allowed has
+score -inf already, the allowed tokens are forced, as transformers does it for `prefix_allowed_tokens_fn`. Masks apply
+to the draft's scores before anything is sampled, hence to q: a forbidden token has p = q = 0. The draft is never cut at
+a sampled token.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
@@ -62,6 +64,25 @@ class Constraint:
     def process(self, state: Any, scores: Tensor) -> Tensor:
         mask = _as_mask(self.allowed(state), scores.shape[-1])
         return scores.masked_fill(~mask.to(scores.device), float("-inf"))
+
+
+class AllowedTokens(Constraint):
+    """transformers' `prefix_allowed_tokens_fn(prompt number, ids) -> allowed ids`, asked once for each prefix, and
+    never for one that it has itself forbidden."""
+
+    def __init__(self, allowed: Callable[[int, Tensor], Sequence[int]], prompt: int, device: torch.device):
+        self._ask, self._prompt, self._device = allowed, prompt, device
+
+    def start(self, prompt: Sequence[int]) -> tuple[list[int], Sequence[int]]:
+        ids = list(prompt)
+        return ids, self._ask(self._prompt, torch.tensor(ids, device=self._device))
+
+    def advance(self, state: tuple[list[int], Sequence[int]], token: int) -> tuple[list[int], Sequence[int]] | None:
+        ids, allowed = state
+        return self.start([*ids, token]) if token in allowed else None
+
+    def allowed(self, state: tuple[list[int], Sequence[int]]) -> Sequence[int]:
+        return state[1]
 
 
 def _as_mask(allowed: Tensor | Sequence[int], vocab: int) -> Tensor:
@@ -259,12 +280,12 @@ _TABLES: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
 
 def _token_table(tokenizer: Any, eos: int | Sequence[int] | None) -> Any:
     """The tokenizer as llguidance sees it; made once, because that takes a second for a large vocabulary."""
-    made = _TABLES.setdefault(tokenizer, {})
     key = eos if eos is None or isinstance(eos, int) else tuple(eos)
-    if key not in made:
-        ends = list(key) if isinstance(key, tuple) else key
-        try:
+    try:
+        made = _TABLES.setdefault(tokenizer, {})
+        if key not in made:
+            ends = list(key) if isinstance(key, tuple) else key
             made[key] = _llguidance().hf.from_tokenizer(tokenizer, eos_token=ends)
-        except (ValueError, TypeError) as error:
-            raise SpecdecError(f"grammar: {type(tokenizer).__name__} cannot be read: {error}") from None
+    except (ValueError, TypeError) as error:
+        raise SpecdecError(f"grammar: {type(tokenizer).__name__} is no fast tokenizer: {error}") from None
     return made[key]

@@ -39,8 +39,11 @@ def apply_processors(scores: Tensor, history: History) -> Tensor:
     prefixes = Prefixes(history, scores.shape[1], scores.device)
     order = history.processors[active[0]]
     assert order is not None
+    taking_part: list[Any] = [None] * prefixes.rows
+    for b in active:
+        taking_part[b] = history.processors[b]
     for i, first in enumerate(order):
-        rows = [None if b not in active else history.processors[b][i] for b in range(prefixes.rows)]  # type: ignore[index]
+        rows = [None if processors is None else processors[i] for processors in taking_part]
         stage = VECTORISED.get(type(first))
         if stage is not None and _known_form(first):
             scores = stage(rows, scores, prefixes)
@@ -93,7 +96,9 @@ def _with_states(rows: Sequence[Any], scores: Tensor, prefixes: Prefixes) -> Ten
         return out
     flat = out.reshape(-1, scores.shape[-1])
     at, allowed = to_device(where, scores.device), to_device_as(torch.stack(masks), scores.device)
-    return flat.index_copy(0, at, flat[at].masked_fill(~allowed, -math.inf)).reshape(scores.shape)
+    masked = flat[at].masked_fill(~allowed, -math.inf)
+    nothing_left = masked.amax(dim=-1, keepdim=True) == -math.inf
+    return flat.index_copy(0, at, masked.masked_fill(nothing_left & allowed, 0.0)).reshape(scores.shape)
 
 
 def to_device_as(values: Tensor, device: torch.device) -> Tensor:

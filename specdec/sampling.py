@@ -16,19 +16,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation.logits_process import (
+    PrefixConstrainedLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
     TemperatureLogitsWarper,
 )
 from transformers.generation.utils import GenerationMixin
 
-from specdec.constraints import PrefixProcessor, PrefixStates
+from specdec.constraints import AllowedTokens, PrefixProcessor, PrefixStates
 from specdec.prefixes import History as History
 from specdec.processors import PresenceFrequencyPenalty, RowProcessors, apply_processors
 
@@ -162,12 +164,12 @@ def build_sampling(
     temperature: float,
     eos: Sequence[int],
     user_processors: Sequence[Any],
-    prefix_allowed_tokens_fn: Any,
+    allowed: Any,
     device: torch.device,
     returned: int = 1,
 ) -> Sampling:
     """A `Sampling` from GenerationConfig fields by their own names (values already checked, see config.py), those of
-    `OWN_FIELDS`, and a user's processors. `returned`: rows per prompt."""
+    `OWN_FIELDS`, and a user's processors. allowed: transformers' prefix_allowed_tokens_fn; returned: rows a prompt."""
     active = {name: value for name, value in fields.items() if value is not None and name not in OWN_FIELDS}
     presence, frequency = (fields.get(name) or 0.0 for name in OWN_FIELDS)
     if active.get("min_p") == 0.0:
@@ -187,15 +189,23 @@ def build_sampling(
 
     warpers = tuple(w for w in processors(True, WARPER_FIELDS, 1, 1) if not isinstance(w, TemperatureLogitsWarper))
     text_fields = any(name in active for name in TEXT_FIELDS) or presence or frequency
-    if not (text_fields or user_processors or prefix_allowed_tokens_fn):
+    if not (text_fields or user_processors or allowed):
         return Sampling(temperature, warpers)
 
+    @cache
+    def shared(prompt_len: int, max_new: int) -> list[Any]:
+        extra = {"logits_processor": LogitsProcessorList(user_processors)}
+        return processors(False, TEXT_FIELDS, prompt_len, max_new, prefix_allowed_tokens_fn=allowed, **extra)
+
+    def own(processor: Any, row: int, prompt: Sequence[int]) -> Any:
+        if isinstance(processor, PrefixProcessor):
+            return PrefixStates(processor, prompt)
+        if allowed is not None and type(processor) is PrefixConstrainedLogitsProcessor:
+            return PrefixStates(AllowedTokens(allowed, row // returned, device), prompt)
+        return processor
+
     def row_processors(row: int, prompt: Sequence[int], max_new: int) -> RowProcessors:
-        own = [PrefixStates(p, prompt) if isinstance(p, PrefixProcessor) else p for p in user_processors]
-        extra = {"logits_processor": LogitsProcessorList(own)}
-        if prefix_allowed_tokens_fn is not None:
-            extra["prefix_allowed_tokens_fn"] = lambda _, ids: prefix_allowed_tokens_fn(row // returned, ids)
-        made = RowProcessors(processors(False, TEXT_FIELDS, len(prompt), max_new, **extra))
+        made = RowProcessors(own(p, row, prompt) for p in shared(len(prompt), max_new))
         if presence or frequency:
             made.insert(_after_repetition(made), PresenceFrequencyPenalty(presence, frequency, len(prompt)))
         return made

@@ -28,10 +28,6 @@ class _Parity(hf.LogitsProcessor):
         return scores + torch.arange(scores.shape[-1]) * (int(input_ids.sum()) % 5)
 
 
-def _allowed(batch: int, ids: torch.Tensor) -> list[int]:
-    return [int(ids[-1]), len(ids) % V, (batch + 2) % V]
-
-
 FIELDS: dict[str, dict[str, Any]] = {
     "repetition_penalty": {"repetition_penalty": 1.7},
     "presence_penalty": {"presence_penalty": 0.6},
@@ -65,8 +61,8 @@ USERS: dict[str, list[Any]] = {
 }
 
 
-def _pass(fields: dict[str, Any], users: Sequence[Any], seed: int, tree: bool, constrained: Any = None) -> History:
-    sampling = build_sampling(MODEL, fields, 0.0, EOS, users, constrained, torch.device("cpu"), returned=2)
+def _pass(fields: dict[str, Any], users: Sequence[Any], seed: int, tree: bool) -> History:
+    sampling = build_sampling(MODEL, fields, 0.0, EOS, users, None, torch.device("cpu"))
     assert sampling.row_processors is not None
     build = sampling.row_processors
     return random_pass(lambda row, prompt: build(row, prompt, 6), V, seed, tree)
@@ -82,13 +78,12 @@ def _scores(history: History, seed: int, broken: bool = False) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
-@pytest.mark.parametrize("name", [*FIELDS, *USERS, "prefix_allowed_tokens_fn"])
+@pytest.mark.parametrize("name", [*FIELDS, *USERS])
 def test_a_pass_gives_the_numbers_of_transformers_prefix_by_prefix(name: str, tree: bool) -> None:
     fields, users = FIELDS.get(name, {}), USERS.get(name, [])
-    constrained = _allowed if name == "prefix_allowed_tokens_fn" else None
     changed = 0
     for seed in range(8):
-        history = _pass(fields, users, seed, tree, constrained)
+        history = _pass(fields, users, seed, tree)
         scores = _scores(history, seed, broken=name == "remove_invalid_values")
         expected = one_by_one(scores, history)
         assert differences(apply_processors(scores.clone(), history), expected, history) == 0, seed
