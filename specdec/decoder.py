@@ -215,7 +215,8 @@ class Call:
             check_processors(own, self.rows[0].prompt, decoder.target.vocab_size, decoder.target.device)
         try:
             self.sampling = build_sampling(
-                decoder.target.model, settings.fields, settings.temperature, sorted(stops.eos),
+                decoder.target.model, settings.fields, settings.temperature,
+                sorted(t for t in stops.eos if 0 <= t < decoder.target.vocab_size),
                 own, settings.prefix_allowed_tokens_fn, decoder.target.device, settings.num_return_sequences,
             )  # fmt: skip
             if self.sampling.row_processors is not None and self.rows:

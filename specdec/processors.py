@@ -126,12 +126,28 @@ def _text_free(rows: Sequence[Any], scores: Tensor, prefixes: Prefixes) -> Tenso
     return _any(rows)(no_text, flat).reshape(scores.shape)
 
 
-def _newest_ids(rows: Sequence[Any], scores: Tensor, prefixes: Prefixes) -> Tensor:
-    """Sequence biases and bad words look at the newest ids only: transformers' own code, on all positions."""
-    processor = _any(rows)
-    longest = max(map(len, processor.sequence_bias), default=1)
-    tail = prefixes.tail(longest).reshape(-1, longest)
-    return processor(tail, scores.reshape(-1, scores.shape[-1])).reshape(scores.shape)
+def _suppress(rows: Sequence[Any], scores: Tensor, prefixes: Prefixes) -> Tensor:
+    return scores.index_fill_(-1, _any(rows).suppress_tokens.to(scores.device), -math.inf)
+
+
+def _biases(rows: Sequence[Any], scores: Tensor, prefixes: Prefixes) -> Tensor:
+    """Sequence biases and bad words: the last id of a sequence whose other ids are the newest gets the bias. Biases are
+    added up in transformers' order, shorter sequences first, at the ids that can get one."""
+    by_length: dict[int, list[tuple[tuple[int, ...], float]]] = {1: []}
+    for sequence, bias in _any(rows).sequence_bias.items():
+        by_length.setdefault(len(sequence), []).append((sequence, bias))
+    ids = sorted({sequence[-1] for group in by_length.values() for sequence, _ in group})
+    total = scores.new_zeros((*scores.shape[:-1], len(ids)))
+    for length, group in by_length.items():
+        last = to_device([ids.index(sequence[-1]) for sequence, _ in group], scores.device)
+        values = to_device([bias for _, bias in group], scores.device, torch.float32)
+        if length > 1:
+            before = to_device([sequence[:-1] for sequence, _ in group], scores.device)  # [G, length - 1]
+            matches = (prefixes.tail(length - 1)[:, :, None] == before).all(dim=-1)
+            values = torch.where(matches, values, 0.0)
+        total.index_add_(-1, last, values.expand(*scores.shape[:-1], -1))
+    at = to_device(ids, scores.device)
+    return scores.index_copy_(-1, at, scores.index_select(-1, at) + total)
 
 
 def _repetition(rows: Sequence[Any], scores: Tensor, prefixes: Prefixes) -> Tensor:
@@ -186,9 +202,8 @@ def _no_repeat_ngram(rows: Sequence[Any], scores: Tensor, prefixes: Prefixes) ->
         again = torch.cat([again, old], dim=-1)
         last = torch.cat([last, grams[:, :, -1][:, None].expand_as(old)], dim=-1)
     inside = again & (last >= 0) & (last < vocab)
-    banned = scores.new_zeros((*scores.shape[:-1], vocab + 1), dtype=torch.bool)
-    banned.scatter_(-1, torch.where(inside, last, vocab), True)
-    return scores.masked_fill(banned[..., :vocab], -math.inf)
+    least = torch.where(inside, -math.inf, math.inf)
+    return scores.scatter_reduce_(-1, torch.where(inside, last, 0), least, "amin")
 
 
 def _min_tokens(rows: Sequence[Any], scores: Tensor, prefixes: Prefixes) -> Tensor:
@@ -214,7 +229,8 @@ def _forbid(
     where = prefixes.where(condition, rows)
     if where is None:
         return scores
-    return scores.masked_fill_(where & _ids(ids, scores.shape[-1], scores.device), -math.inf)
+    at = ids.to(scores.device)
+    return scores.index_copy_(-1, at, scores.index_select(-1, at).masked_fill_(where, -math.inf))
 
 
 def _forced_bos(rows: Sequence[Any], scores: Tensor, prefixes: Prefixes) -> Tensor:
@@ -252,14 +268,15 @@ def _decay(rows: Sequence[Any], scores: Tensor, prefixes: Prefixes) -> Tensor:
 
 Stage = Callable[[Sequence[Any], Tensor, Prefixes], Tensor]
 TEXT_FREE = (
-    hf.SuppressTokensLogitsProcessor, hf.InfNanRemoveLogitsProcessor, hf.LogitNormalization,
+    hf.InfNanRemoveLogitsProcessor, hf.LogitNormalization,
     hf.TemperatureLogitsWarper, hf.TopKLogitsWarper, hf.TopPLogitsWarper, hf.MinPLogitsWarper,
     hf.TypicalLogitsWarper, hf.EpsilonLogitsWarper, hf.EtaLogitsWarper,
 )  # fmt: skip
 VECTORISED: dict[type, Stage] = {
     **dict.fromkeys(TEXT_FREE, _text_free),
-    hf.SequenceBiasLogitsProcessor: _newest_ids,
-    hf.NoBadWordsLogitsProcessor: _newest_ids,
+    hf.SuppressTokensLogitsProcessor: _suppress,
+    hf.SequenceBiasLogitsProcessor: _biases,
+    hf.NoBadWordsLogitsProcessor: _biases,
     hf.RepetitionPenaltyLogitsProcessor: _repetition,
     PresenceFrequencyPenalty: _presence_frequency,
     hf.NoRepeatNGramLogitsProcessor: _no_repeat_ngram,

@@ -26,8 +26,8 @@ from tests.helpers.laws import Adjust, Fit, cell, fit, small_model, three_token_
 
 V = 13
 PROMPT = [5, 7, 5, 7, 5]
-SAMPLES = int(os.environ.get("SPECDEC_SAMPLES", "8000"))  # per case; more for a closer look
-CONTROL_SAMPLES, BATCH, T = 4_000, 2_000, 0.8
+SAMPLES = int(os.environ.get("SPECDEC_SAMPLES", "5000"))  # per case; more for a closer look
+CONTROL_SAMPLES, BATCH, T = 3_000, 1_000, 0.8
 MODEL, LOOKUP = (DraftModel(n_max=2),), (PromptLookup(n_max=2),)
 BOTH = (*LOOKUP, *MODEL)
 TABLE: Table = {s: {t: t % 3 for t in range(V) if t % 3 != s} for s in range(3)}
