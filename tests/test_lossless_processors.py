@@ -26,7 +26,7 @@ from tests.helpers.laws import Adjust, Fit, cell, fit, small_model, three_token_
 
 V = 13
 PROMPT = [5, 7, 5, 7, 5]
-SAMPLES = int(os.environ.get("SPECDEC_SAMPLES", "5000"))  # per case; more for a closer look
+SAMPLES = int(os.environ.get("SPECDEC_SAMPLES", "4000"))  # per case; more for a closer look
 CONTROL_SAMPLES, BATCH, T = 3_000, 1_000, 0.8
 MODEL, LOOKUP = (DraftModel(n_max=2),), (PromptLookup(n_max=2),)
 BOTH = (*LOOKUP, *MODEL)
@@ -98,7 +98,7 @@ def _sample(strategies: Sequence[Any], n: int, **options: Any) -> Generation:
 
 def _fit(case: Case, n: int, strategies: Sequence[Any] | None = None) -> Fit:
     out = _sample(case.strategies if strategies is None else strategies, n, acceptance=case.acceptance, **case.options)
-    assert 0.05 < out.stats.draft_acceptance_rate < 0.95  # put to the test
+    assert 0.02 < out.stats.draft_acceptance_rate < 0.95  # put to the test
     return fit(cell(out.token_ids, V), case.law, tests=len(CASES))
 
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation import logits_process as hf
 
-from specdec import SpecdecError, SpeculativeDecoder
+from specdec import DraftModel, PromptLookup, SpecdecError, SpeculativeDecoder
 from specdec.prefixes import History, Prefixes
 from specdec.processors import VECTORISED, PresenceFrequencyPenalty, apply_processors
 from specdec.sampling import build_sampling
@@ -138,6 +139,27 @@ def test_every_processor_of_a_generation_config_has_a_vectorised_form() -> None:
     assert {type(p) for p in built.processors[0]} <= set(VECTORISED)
 
 
+class _NoReads(TorchDispatchMode):
+    """Refuses what makes the host wait for a device."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert function.overloadpacket.__name__ not in ("_local_scalar_dense", "nonzero", "equal", "unique", "_unique2")
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", [n for n in FIELDS if n != "remove_invalid_values"])
+def test_nothing_is_read_from_the_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for tree in (False, True):
+        history = _pass(FIELDS[name], [], 3, tree)
+        scores = _scores(history, 3)
+        with monkeypatch.context() as patch, _NoReads():
+            patch.setattr(torch.Tensor, "tolist", None)
+            patch.setattr(torch.Tensor, "cpu", None)
+            apply_processors(scores, history)
+            with pytest.raises(AssertionError):
+                one_by_one(scores, _pass({}, [lambda ids, s: s * int(ids[0, -1])], 3, tree))
+
+
 # -- presence and frequency penalties --------------------------------------------------------------------------------
 
 
@@ -145,6 +167,21 @@ def test_presence_and_frequency_penalties_count_generated_ids_only() -> None:
     processor = PresenceFrequencyPenalty(presence=0.5, frequency=0.25, prompt_length=2)
     out = processor(torch.tensor([[1, 2, 3, 3, 4]]), torch.zeros(1, 6))
     assert out.tolist() == [[0.0, 0.0, 0.0, -1.0, -0.75, 0.0]]
+
+
+@pytest.mark.parametrize("strategies", [[], [PromptLookup()], [PromptLookup(ngram_min=2), DraftModel()]], ids=len)
+def test_greedy_text_with_presence_and_frequency_penalties_is_that_of_transformers(strategies: Any) -> None:
+    prompt, model = [5, 6, 7, 8, 9, 5, 6, 7], tiny_model("llama")
+    ids = torch.tensor([prompt])
+    theirs = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24, pad_token_id=0,
+        logits_processor=hf.LogitsProcessorList([PresenceFrequencyPenalty(2.0, 1.5, len(prompt))]),
+    )[0, len(prompt) :].tolist()  # fmt: skip
+    decoder = SpeculativeDecoder(model, tiny_model("llama", seed=1), check=False)
+    options: dict[str, Any] = {"max_new_tokens": 24, "strategies": strategies}
+    out = decoder.generate([prompt, [1]], presence_penalty=2.0, frequency_penalty=1.5, **options)
+    assert out.token_ids[0] == theirs
+    assert decoder.generate(prompt, **options).token_ids[0] != theirs
 
 
 def test_presence_and_frequency_penalties_come_after_the_repetition_penalty() -> None:
