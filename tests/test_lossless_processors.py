@@ -1,5 +1,6 @@
 """Losslessness of the whole pipeline: cuts, penalties and constraints against enumerated laws, written from their
-definitions in float64 (tests/helpers/laws.py); and what breaks it, which the same test rejects.
+definitions in float64 (tests/helpers/laws.py); and what breaks it, which the same test rejects. Top-k, top-p and min-p
+alone are in test_lossless.py.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from tests.helpers.laws import Adjust, Fit, cell, fit, small_model, three_token_
 
 V = 13
 PROMPT = [5, 7, 5, 7, 5]
-SAMPLES = int(os.environ.get("SPECDEC_SAMPLES", "4000"))  # per case; more for a closer look
-CONTROL_SAMPLES, BATCH, T = 3_000, 1_000, 0.8
+SAMPLES = int(os.environ.get("SPECDEC_SAMPLES", "3000"))  # per case; more for a closer look
+CONTROL_SAMPLES, BATCH, T = 2_500, 1_000, 0.8
 MODEL, LOOKUP = (DraftModel(n_max=2),), (PromptLookup(n_max=2),)
 BOTH = (*LOOKUP, *MODEL)
 TABLE: Table = {s: {t: t % 3 for t in range(V) if t % 3 != s} for s in range(3)}
@@ -73,9 +74,6 @@ PENALTIES = {"presence_penalty": 1.5, "frequency_penalty": 0.9}
 DEFINED = partial(penalties, presence=1.5, frequency=0.9)
 DFA_OPTIONS = {"logits_processor": [DFA(TABLE)]}
 CASES = {
-    "leviathan, top_k": Case("leviathan", MODEL, {"top_k": 5}),
-    "leviathan, top_p": Case("leviathan", MODEL, {"top_p": 0.8}),
-    "leviathan, min_p": Case("leviathan", MODEL, {"min_p": 0.25}),
     "leviathan, typical_p": Case("leviathan", MODEL, {"typical_p": 0.7}),
     "leviathan, presence and frequency": Case("leviathan", MODEL, PENALTIES, DEFINED),
     "leviathan, no repeated pair": Case("leviathan", BOTH, {"no_repeat_ngram_size": 2}, no_repeated_pair),
@@ -96,9 +94,10 @@ def _sample(strategies: Sequence[Any], n: int, **options: Any) -> Generation:
     )
 
 
-def _fit(case: Case, n: int, strategies: Sequence[Any] | None = None) -> Fit:
+def _fit(case: Case, n: int, strategies: Sequence[Any] | None = None, broken: bool = False) -> Fit:
     out = _sample(case.strategies if strategies is None else strategies, n, acceptance=case.acceptance, **case.options)
-    assert 0.02 < out.stats.draft_acceptance_rate < 0.95  # put to the test
+    if strategies is None and not broken:
+        assert 0.02 < out.stats.draft_acceptance_rate < 0.95  # put to the test
     return fit(cell(out.token_ids, V), case.law, tests=len(CASES))
 
 
@@ -130,7 +129,7 @@ def test_penalties_that_count_unaccepted_draft_tokens_are_rejected(name: str, mo
         return (columns < counts[:, None])[:, None].expand(-1, self.columns, -1)
 
     monkeypatch.setattr(Prefixes, "on_path", property(everything_fed))
-    result = _fit(CASES[name], CONTROL_SAMPLES)
+    result = _fit(CASES[name], CONTROL_SAMPLES, broken=True)
     assert not result.holds, str(result)
 
 
