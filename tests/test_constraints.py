@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers.generation import logits_process as hf
 
 from specdec import DraftModel, PromptLookup, SpecdecError, SpeculativeDecoder
@@ -266,6 +267,8 @@ def test_without_the_extra_a_grammar_says_what_to_install(monkeypatch: pytest.Mo
 
 
 def test_allowed_tokens_that_have_no_score_left_are_forced_as_in_transformers() -> None:
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 24):
+        pytest.skip("older versions of transformers emit a forbidden token there")
     options: dict[str, Any] = {"bad_words_ids": [[4]], "prefix_allowed_tokens_fn": lambda *_: [4]}
     ids = torch.tensor([PROMPTS[0]])
     theirs = small_model(0, V).generate(

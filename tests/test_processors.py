@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation import logits_process as hf
 
@@ -19,6 +21,7 @@ from tests.helpers.tiny import tiny_model
 
 V = 11  # so few ids that texts repeat themselves
 EOS = [3, 7]
+VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
 MODEL = tiny_model("llama", vocab=V)
 
 
@@ -37,7 +40,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "no_repeat_2": {"no_repeat_ngram_size": 2},
     "no_repeat_3": {"no_repeat_ngram_size": 3},
     "bad_words": {"bad_words_ids": [[4], [1, 2], [5, 5], [0, 1, 2, 3], [7]]},
-    "sequence_bias": {"sequence_bias": [[[4], -2.5], [[1, 2], 3.0], [[6, 2], 1.25], [[0, 1, 9], -9.0]]},
+    "sequence_bias": {"sequence_bias": [[[4], -2.5], [[1, 2], 3.0], [[6, 2], 1.25], [[8, 1, 9], -9.0]]},
     "min_length": {"min_length": 12},
     "min_new_tokens": {"min_new_tokens": 5},
     "suppress_tokens": {"suppress_tokens": [0, 9]},
@@ -57,9 +60,10 @@ USERS: dict[str, list[Any]] = {
     "function": [lambda ids, scores: scores * (1 + ids.shape[1] % 3)],
     "warpers as processors": [hf.TemperatureLogitsWarper(0.7), hf.TopKLogitsWarper(4), hf.TopPLogitsWarper(0.8)],
     "repetition of the output": [hf.RepetitionPenaltyLogitsProcessor(1.4, prompt_ignore_length=3)],
-    "repetition with a padded prompt": [hf.RepetitionPenaltyLogitsProcessor(1.4, torch.tensor([2]))],
     "watermark": [hf.WatermarkLogitsProcessor(V, "cpu", greenlist_ratio=0.4)],
 }
+with suppress(ValueError):  # older versions of transformers take a number only
+    USERS["repetition with a padded prompt"] = [hf.RepetitionPenaltyLogitsProcessor(1.4, torch.tensor([2]))]
 
 
 def _pass(fields: dict[str, Any], users: Sequence[Any], seed: int, tree: bool) -> History:
@@ -81,6 +85,8 @@ def _scores(history: History, seed: int, broken: bool = False) -> torch.Tensor:
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
 @pytest.mark.parametrize("name", [*FIELDS, *USERS])
 def test_a_pass_gives_the_numbers_of_transformers_prefix_by_prefix(name: str, tree: bool) -> None:
+    if name in ("bad_words", "sequence_bias", "all") and VERSION < (5, 24):
+        pytest.skip("older versions of transformers leave out a sequence that the text before it only just fits")
     fields, users = FIELDS.get(name, {}), USERS.get(name, [])
     changed = 0
     for seed in range(8):
@@ -116,6 +122,8 @@ def test_looking_at_unaccepted_or_foreign_tokens_is_noticed(
 @pytest.mark.parametrize("name", [n for n in FIELDS if n != "forced_bos"])
 def test_drafting_sees_the_known_text_alone(name: str) -> None:
     """A draft step: one law a row, nothing fed, everything so far known."""
+    if name in ("bad_words", "sequence_bias", "all") and VERSION < (5, 24):
+        pytest.skip("older versions of transformers leave out a sequence that the text before it only just fits")
     for seed in range(8):
         history = _pass(FIELDS[name], [], seed, False)
         step = History(history.known, history.fed[:, :0], history.processors, [1, 1, 1, 1, 0])
