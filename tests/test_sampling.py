@@ -356,6 +356,8 @@ def test_processors_come_without_a_warning_from_transformers(monkeypatch: pytest
 class _Witness(hf.LogitsProcessor):
     """Changes nothing; remembers every text it is shown."""
 
+    prefix_only = True
+
     def __init__(self) -> None:
         self.seen: list[tuple[int, ...]] = []
 
