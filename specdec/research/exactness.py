@@ -70,6 +70,7 @@ class ExactnessConfig:
     temperature: float = 0.8
     seed: int = 0
     reports: int = 3
+    shared_device: bool = False
     chains: Mapping[str, Sequence[Any]] = field(
         default_factory=lambda: {
             "draft-model": ("draft-model:n_max=3",),
