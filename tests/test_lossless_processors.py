@@ -5,7 +5,6 @@ alone are in test_lossless.py.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,11 +22,11 @@ from specdec.prefixes import Prefixes
 from specdec.result import Generation
 from tests.helpers.broken import SampledDrafter
 from tests.helpers.dfa import DFA, Table, accepts
-from tests.helpers.laws import Adjust, Fit, cell, fit, small_model, three_token_law
+from tests.helpers.laws import Adjust, Fit, cell, fit, samples, small_model, three_token_law
 
 V = 13
 PROMPT = [5, 7, 5, 7, 5]
-SAMPLES = int(os.environ.get("SPECDEC_SAMPLES", "3000"))  # per case; more for a closer look
+SAMPLES = samples(3_000)
 CONTROL_SAMPLES, BATCH, T = 2_500, 1_000, 0.8
 MODEL, LOOKUP = (DraftModel(n_max=2),), (PromptLookup(n_max=2),)
 BOTH = (*LOOKUP, *MODEL)
@@ -103,9 +102,9 @@ def _fit(case: Case, n: int, strategies: Sequence[Any] | None = None, broken: bo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_three_tokens_follow_the_law_of_the_whole_pipeline(name: str) -> None:
+def test_three_tokens_follow_the_law_of_the_whole_pipeline(name: str, record_property: Any) -> None:
     result = _fit(CASES[name], SAMPLES)
-    print(f"{name}: {result}")
+    record_property("fit", str(result))
     assert result.holds, str(result)
 
 
@@ -122,7 +121,9 @@ def test_the_laws_of_the_cases_are_told_apart_from_the_plain_one(name: str) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["leviathan, several", "leviathan, presence and frequency"])
-def test_penalties_that_count_unaccepted_draft_tokens_are_rejected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_penalties_that_count_unaccepted_draft_tokens_are_rejected(
+    name: str, monkeypatch: pytest.MonkeyPatch, record_property: Any
+) -> None:
     def everything_fed(self: Prefixes) -> torch.Tensor:
         columns = torch.arange(self.fed.shape[1])
         counts = torch.tensor(self.history.counts)
@@ -130,6 +131,7 @@ def test_penalties_that_count_unaccepted_draft_tokens_are_rejected(name: str, mo
 
     monkeypatch.setattr(Prefixes, "on_path", property(everything_fed))
     result = _fit(CASES[name], CONTROL_SAMPLES, broken=True)
+    record_property("fit", str(result))
     assert not result.holds, str(result)
 
 
@@ -167,10 +169,10 @@ class ConstrainedDrafter(SampledDrafter):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", [None, "unmasked", "cuts-forbidden", "claims-unmasked"])
-def test_the_mask_belongs_into_q_and_never_cuts_a_draft(fault: str | None) -> None:
+def test_the_mask_belongs_into_q_and_never_cuts_a_draft(fault: str | None, record_property: Any) -> None:
     drafter = ConstrainedDrafter(small_model(1, V), V, fault)
     result = _fit(CASES["leviathan, constraint"], CONTROL_SAMPLES, [drafter])
-    print(f"{fault}: {result}")
+    record_property("fit", str(result))
     assert result.holds == (fault in (None, "unmasked")), str(result)
 
 

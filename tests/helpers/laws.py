@@ -6,6 +6,7 @@ min-p) and the repetition penalty are written from their definitions, in float64
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -20,6 +21,11 @@ Adjust = Callable[[np.ndarray, np.ndarray, int], np.ndarray]
 SIMULATIONS = 10_000
 LEVEL = 0.001  # how often an exact sampler may be rejected, over all tests of one family
 THIN = 8.0  # cells that expect fewer samples are pooled
+
+
+def samples(default: int) -> int:
+    """How many samples a case draws: at least SPECDEC_SAMPLES, which scripts/measure_laws.py sets."""
+    return max(default, int(os.environ.get("SPECDEC_SAMPLES", "0")))
 
 
 def small_model(seed: int, vocab: int, spread: float = 0.25) -> Any:
