@@ -42,7 +42,7 @@ def main() -> int:
         environment = {**os.environ, "SPECDEC_SAMPLES": str(arguments.samples)}
         status = subprocess.run([*command, "-k", "law or broken or rejected or mask"], env=environment, check=False)
         cases = _cases(ET.parse(report).getroot())
-    about = {"date": time.strftime("%Y-%m-%d", time.gmtime()), "commit": commit() or os.environ.get("SPECDEC_COMMIT")}
+    about = {"date": time.strftime("%Y-%m-%d", time.gmtime()), "commit": os.environ.get("SPECDEC_COMMIT") or commit()}
     result = {"benchmark": "laws", **about, "versions": versions(), "machine": machine(), "cases": cases}
     arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(f"{len(cases)} cases, {sum(not c['passed'] for c in cases)} failed")

@@ -148,16 +148,25 @@ def test_a_broken_rule_is_rejected(name: str, record_property: Any) -> None:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_broken_drafter_is_rejected(fault: str, record_property: Any) -> None:
     vocab = V + 4 if fault == "cuts-outside-vocabulary" else V
-    result = _control([SampledDrafter(small_model(1, vocab), V, fault)])
+    draft = _flat(vocab) if fault == "reuses-noise" else small_model(1, vocab)
+    result = _control([SampledDrafter(draft, V, fault)])
     record_property("fit", str(result))
     assert not result.holds, str(result)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("vocab", [V, V + 4])
-def test_the_controls_drafter_is_lossless_without_its_fault(vocab: int) -> None:
-    result = _control([SampledDrafter(small_model(1, vocab), V)])
+@pytest.mark.parametrize(("vocab", "keyed"), [(V, False), (V + 4, False), (V, True)])
+def test_the_controls_drafter_is_lossless_without_its_fault(vocab: int, keyed: bool) -> None:
+    result = _control([SampledDrafter(_flat(vocab) if keyed else small_model(1, vocab), V, keyed=keyed)])
     assert result.holds, str(result)
+
+
+def _flat(vocab: int) -> Any:
+    """A draft with the same law everywhere: reused numbers then propose the very same token again."""
+    model = small_model(1, vocab)
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    return model
 
 
 def _control(strategies: Any, rule: AcceptanceRule | str = "leviathan") -> Fit:

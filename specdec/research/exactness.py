@@ -144,7 +144,7 @@ def run_exactness(
     deadline = Deadline(started, time_limit)
     result: dict[str, Any] = {
         "benchmark": "exactness", "config": config.to_dict(), "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "commit": commit() or os.environ.get("SPECDEC_COMMIT"), "versions": versions(), "machine": machine(),
+        "commit": os.environ.get("SPECDEC_COMMIT") or commit(), "versions": versions(), "machine": machine(),
         "models": {}, "content": {}, "groups": [],
     }  # fmt: skip
     progress("loading the models")
