@@ -19,6 +19,7 @@ import yaml
 from specdec.constraints import PrefixProcessor
 from specdec.errors import SpecdecError
 from specdec.sampling import OWN_FIELDS, TEXT_FIELDS, WARPER_FIELDS
+from specdec.texts import parse_yaml
 
 
 class _Unset:
@@ -259,9 +260,10 @@ def load_yaml(path: str | Path, cls: type[T] = RunConfig) -> T:  # type: ignore[
     if not file.is_file():
         raise SpecdecError(f"config file not found: {path}")
     try:
-        data = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise SpecdecError(f"{path} is not valid YAML: {error}") from None
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecdecError(f"{path}: cannot be read as UTF-8 text: {error}") from None
+    data = parse_yaml(text, str(path))
     config = from_dict(cls, data, file.name)
     if isinstance(config, RunConfig):
         _check_run(config, file.name)

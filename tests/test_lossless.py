@@ -149,7 +149,7 @@ def test_a_broken_rule_is_rejected(name: str, record_property: Any) -> None:
 def test_a_broken_drafter_is_rejected(fault: str, record_property: Any) -> None:
     vocab = V + 4 if fault == "cuts-outside-vocabulary" else V
     draft = _flat(vocab) if fault == "reuses-noise" else small_model(1, vocab)
-    result = _control([SampledDrafter(draft, V, fault)])
+    result = _control([SampledDrafter(draft, V, fault)], n=3 * CONTROL_SAMPLES if fault == "reuses-noise" else None)
     record_property("fit", str(result))
     assert not result.holds, str(result)
 
@@ -169,8 +169,8 @@ def _flat(vocab: int) -> Any:
     return model
 
 
-def _control(strategies: Any, rule: AcceptanceRule | str = "leviathan") -> Fit:
-    result = _fit(_sample(small_model(1, V), strategies, CONTROL_SAMPLES, acceptance=rule))
+def _control(strategies: Any, rule: AcceptanceRule | str = "leviathan", n: int | None = None) -> Fit:
+    result = _fit(_sample(small_model(1, V), strategies, n or CONTROL_SAMPLES, acceptance=rule))
     print(result)
     return result
 

@@ -110,7 +110,8 @@ FAULTS = (
 class SampledDrafter:
     """Samples from a model with full forward passes, from a torch generator of its own; claims q. A `fault` breaks it.
 
-    `vocab`: the target's. `keyed`: counter-based numbers and a controller of lengths. `p_min` ends a draft before a position where the top probability is lower, as it may.
+    `vocab`: the target's. `keyed`: counter-based numbers and a controller of lengths. `p_min` ends a draft before a
+    position where the top probability is lower, as it may.
     """
 
     name = "sampled"
