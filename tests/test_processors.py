@@ -16,6 +16,7 @@ from specdec import DraftModel, PromptLookup, SpecdecError, SpeculativeDecoder
 from specdec.prefixes import History, Prefixes
 from specdec.processors import VECTORISED, PresenceFrequencyPenalty, apply_processors
 from specdec.sampling import build_sampling
+from tests.helpers.laws import small_model
 from tests.helpers.prefixes import differences, one_by_one, random_pass
 from tests.helpers.tiny import tiny_model
 
@@ -241,3 +242,55 @@ def test_renormalisation_changes_no_law() -> None:
     again = decoder.generate([1, 2, 3], renormalize_logits=True, **options)
     assert again.token_ids == plain.token_ids
     torch.testing.assert_close(torch.tensor(again.logprobs), torch.tensor(plain.logprobs), atol=1e-6, rtol=0)
+
+
+PROMPT = [5, 6, 7, 8, 9, 5, 6, 7]
+
+
+class _Witness(hf.LogitsProcessor):
+    """Changes nothing; remembers every text it is shown."""
+
+    prefix_only = True
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, ...]] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.seen.append(tuple(input_ids[0].tolist()))
+        return scores
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("strategies", [[], [PromptLookup()], [PromptLookup(), DraftModel()]], ids=len)
+def test_processors_see_the_accepted_text_and_its_drafts_and_nothing_else(strategies: Any, temperature: float) -> None:
+    witness = _Witness()
+    decoder = SpeculativeDecoder(small_model(0, 13), small_model(1, 13), check=False)
+    rounds = list(
+        decoder.rounds(
+            PROMPT, strategies=strategies, logits_processor=[witness], temperature=temperature, max_new_tokens=20
+        )
+    )
+    text, allowed = list(PROMPT), set()
+    for r in rounds:
+        assert r.position == len(text) - 1
+        allowed |= {(*text, *r.draft[:n]) for n in range(len(r.draft) + 1)}
+        text += r.tokens
+    seen = set(witness.seen)
+    assert {tuple(text[:n]) for n in range(len(PROMPT), len(text))} <= seen  # each at its own accepted prefix
+    assert seen <= allowed
+
+
+def test_processors_of_a_batch_never_see_padding() -> None:
+    """Rows whose drafts are shorter than their neighbours': no made-up ids behind their text."""
+    witness = _Witness()
+    decoder = SpeculativeDecoder(small_model(0, 13), strategies=[], check=False)
+    prompts = [[5, 7, 5, 7, 5, 7], [1, 2, 3], [4]]
+    out = decoder.generate(
+        prompts, strategies=[PromptLookup(ngram_min=2)], logits_processor=[witness], temperature=0.8,
+        max_new_tokens=12,
+    )  # fmt: skip
+    for prompt, row in zip(prompts, out.token_ids, strict=True):
+        whole = prompt + row
+        mine = [t for t in witness.seen if list(t[: len(prompt)]) == prompt]
+        assert {tuple(whole[:n]) for n in range(len(prompt), len(whole))} <= set(mine)
+    assert len(witness.seen) == out.stats.draft_tokens + out.stats.rounds  # one call a tested position
