@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import subprocess
@@ -42,7 +43,7 @@ def main() -> int:
         environment = {**os.environ, "SPECDEC_SAMPLES": str(arguments.samples)}
         status = subprocess.run([*command, "-k", "law or broken or rejected or mask"], env=environment, check=False)
         cases = _cases(ET.parse(report).getroot())
-    about = {"date": time.strftime("%Y-%m-%d", time.gmtime()), "commit": os.environ.get("SPECDEC_COMMIT") or commit()}
+    about = {"date": time.strftime("%Y-%m-%d", time.gmtime()), "commit": commit()}
     result = {"benchmark": "laws", **about, "versions": versions(), "machine": machine(), "cases": cases}
     arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(f"{len(cases)} cases, {sum(not c['passed'] for c in cases)} failed")
@@ -58,10 +59,16 @@ def _cases(root: ET.Element) -> list[dict[str, Any]]:
                 continue
             statistic, critical, bins, n, distance = found.groups()
             cases.append({
-                "test": test.get("name"), "passed": test.find("failure") is None, "statistic": float(statistic),
+                "test": test.get("name"), "passed": test.find("failure") is None, "statistic": _finite(statistic),
                 "critical": float(critical), "bins": int(bins), "samples": int(n), "total_variation": float(distance),
             })  # fmt: skip
     return cases
+
+
+def _finite(text: str) -> float | None:
+    """None for infinity: a sample where the law is zero. JSON has no such number."""
+    value = float(text)
+    return None if math.isinf(value) else value
 
 
 if __name__ == "__main__":
