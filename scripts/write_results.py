@@ -124,7 +124,8 @@ def laws_block(result: dict[str, Any]) -> str:
     machine, versions = result["machine"], result["versions"]
     head = (
         f"Measured by `scripts/measure_laws.py` on {result['date']}: {machine['processor']}, torch "
-        f"{versions['torch']}, transformers {versions['transformers']}, specdec {versions['specdec']} at commit {result['commit']}."
+        f"{versions['torch']}, transformers {versions['transformers']}, specdec {versions['specdec']} at commit "
+        f"{result['commit']}."
     )
     rows = []
     for case in sorted(result["cases"], key=lambda c: (-c["samples"], c["test"])):
