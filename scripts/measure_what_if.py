@@ -1,6 +1,6 @@
 """Compare the estimates of specdec.research.what_if with real runs of the same plans.
 
-    python scripts/measure_what_if.py embedded --out results/what_if_embedded.json    # about ten minutes on two cores
+    python scripts/measure_what_if.py embedded --out results/what_if_embedded.json    # some minutes on two cores
     python scripts/measure_what_if.py smollm2 --out results/what_if_smollm2.json      # n-grams on kept texts, minutes
 
 `embedded`: the embedded pair on HumanEval prompts, every rule; under `leviathan` text and estimate are independent
@@ -31,7 +31,7 @@ RULES: dict[str, dict[str, Any]] = {
     "greedy": {"num_return_sequences": 1},
     "match": {"acceptance": "match", "temperature": 0.8, "num_return_sequences": 2},
     "coupled": {"acceptance": "coupled", "temperature": 0.8, "num_return_sequences": 2},
-    "leviathan": {"acceptance": "leviathan", "temperature": 0.8, "num_return_sequences": 24},
+    "leviathan": {"acceptance": "leviathan", "temperature": 0.8, "num_return_sequences": 16},
 }
 NGRAMS = ("prompt-lookup", "ngram-simple:size_n=3:size_m=8", "suffix", "ngram-cache")
 
@@ -40,9 +40,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("embedded", "smollm2"))
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--prompts", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--prompts", type=int, default=6)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--batch-size", type=int, default=96)
     arguments = parser.parse_args()
     rows = list((_embedded if arguments.part == "embedded" else _smollm2)(arguments))
     result = {

@@ -4,6 +4,7 @@
     scripts/run_exactness.sh MODEL results                       # docs/exactness.md, on a GPU
     python scripts/measure_laws.py --out results/laws.json                 # docs/losslessness.md
     python scripts/measure_ngrams.py WHAT --out results/ngram_WHAT.json    # docs/ngram.md, cost and acceptance
+    python scripts/measure_what_if.py WHAT --out results/what_if_WHAT.json # docs/analysis.md
     python scripts/write_results.py
 
 A test fails when a block is not the one that its files give.
@@ -26,6 +27,7 @@ README = ROOT / "README.md"
 EXACTNESS = ROOT / "docs" / "exactness.md"
 EXACTNESS_RESULTS = [ROOT / "results" / f"exactness-{part}.json" for part in PARTS]
 LAWS, LAWS_RESULTS = ROOT / "docs" / "losslessness.md", ROOT / "results" / "laws.json"
+ANALYSIS, WHAT_IF_RESULTS = ROOT / "docs" / "analysis.md", sorted((ROOT / "results").glob("what_if_*.json"))
 NGRAM = ROOT / "docs" / "ngram.md"
 NGRAM_BLOCKS = {"ngram_cost.json": cost_block, "ngram_acceptance.json": acceptance_block}
 START, END = "<!-- results:start -->", "<!-- results:end -->"
@@ -142,6 +144,24 @@ def _figure(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
+def what_if_block(results: Sequence[dict[str, Any]]) -> str:
+    """The Markdown of docs/analysis.md: estimates beside real runs."""
+    parts = []
+    for result in results:
+        heads = ("rule", "plan", "tokens", "estimate", "measured", "difference")
+        lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
+        for row in result["rows"]:
+            figures = (f"{row['estimate']['tokens_per_round']:.3f}", f"{row['measured_tokens_per_round']:.3f}")
+            cells = (row["rule"], f"`{row['strategies']}`", f"{row['measured_tokens']:,}", *figures)
+            lines.append(f"| {' | '.join(cells)} | {row['difference']:+.2%} |")
+        versions = result["versions"]
+        parts.append(
+            f"Tokens per round, by `{result['made_by']}` with specdec {versions['specdec']} and torch "
+            f"{versions['torch']} on {result['device']}; {result['prompts']} prompts:\n\n" + "\n".join(lines)
+        )
+    return "\n\n".join(parts) or "Not measured yet."
+
+
 def replaced(text: str, made: str) -> str:
     """A document with its block replaced."""
     before, rest = text.split(START, 1)
@@ -162,6 +182,7 @@ def documents() -> dict[Path, str]:
         made[README] = block(json.loads(RESULTS.read_text(encoding="utf-8")))
     if LAWS_RESULTS.is_file():
         made[LAWS] = laws_block(json.loads(LAWS_RESULTS.read_text(encoding="utf-8")))
+    made[ANALYSIS] = what_if_block([json.loads(path.read_text(encoding="utf-8")) for path in WHAT_IF_RESULTS])
     ngram = [(ROOT / "results" / name, make) for name, make in NGRAM_BLOCKS.items()]
     measured = [make(json.loads(path.read_text(encoding="utf-8"))) for path, make in ngram if path.is_file()]
     made[NGRAM] = "\n\n".join(measured) or "Not measured yet."

@@ -1,5 +1,7 @@
-"""Research tools: prompt sets, a small real model and what it can be made into, benchmarks, and why two runs differ."""
+"""Research tools: prompt sets, a small real model and what it can be made into, benchmarks, traces and their analysis,
+estimates without a draft, and why two runs differ."""
 
 from specdec.research.equality import PassShape, Report, why_not_equal
+from specdec.research.synthetic import synthetic
 
-__all__ = ["PassShape", "Report", "why_not_equal"]
+__all__ = ["PassShape", "Report", "synthetic", "why_not_equal"]

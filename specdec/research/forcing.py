@@ -67,7 +67,7 @@ def _read(runner: Runner, call: Any, row: Any, output: Sequence[int], vocab: int
     found = []
     processors = None
     if call.sampling.row_processors is not None:
-        processors = call.sampling.row_processors(len(row.prompt), row.stops.max_new_tokens)
+        processors = call.sampling.row_processors(row.index, row.prompt, row.stops.max_new_tokens)
     try:
         start = len(row.prompt) - 1
         cache.wipe(0, 0)
