@@ -100,8 +100,9 @@ def print_summary(console: Console, summary: Mapping[str, Any]) -> None:
     for name, entry in summary["settings"].items():
         same = "-" if not entry["compared"] else f"{entry['compared'] - entry['differing']}/{entry['compared']}"
         made.add_row(
-            escape(name), interval(entry["tokens_per_round"]), interval(entry["acceptance"]) if entry["drafts"] else "-",
-            interval(entry["tokens_per_second"], 1), interval(entry.get("speedup")),
+            escape(name), interval(entry["tokens_per_round"]),
+            interval(entry["acceptance"]) if entry["drafts"] else "-", interval(entry["tokens_per_second"], 1),
+            interval(entry.get("speedup")),
             output.number(entry.get("predicted_speedup")),
             f"[bold red]{same}[/]" if entry["differing"] else same,
         )  # fmt: skip

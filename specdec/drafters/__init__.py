@@ -90,5 +90,6 @@ def _named(name: str, options: Mapping[str, Any]) -> Any:
 
 __all__ = [
     "STRATEGIES", "Draft", "DraftModel", "DraftRequest", "Drafter", "LookupCache", "NgramCache", "NgramMapK",
-    "NgramMapK4V", "NgramMod", "NgramSimple", "PromptLookup", "Suffix", "SuffixStore", "make_drafters", "parse_strategy",
+    "NgramMapK4V", "NgramMod", "NgramSimple", "PromptLookup", "Suffix", "SuffixStore", "make_drafters",
+    "parse_strategy",
 ]  # fmt: skip

@@ -15,7 +15,6 @@ import numpy as np
 from specdec.errors import SpecdecError
 from specdec.research.ablation.summary import (
     by_setting,
-    clustered,
     measured_costs,
     paired,
     references,
@@ -24,12 +23,14 @@ from specdec.research.ablation.summary import (
 )
 from specdec.research.ablation.table import Row, as_rows
 from specdec.research.bootstrap import ratio
+from specdec.stats import RoundRecord
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LEAST_TESTED = 5  # tokens behind a point that is drawn
 TIME_BINS, CONTEXT_BINS = 12, 8
+FEW = 5  # entries of a legend inside the axes
 
 
 def acceptance_by_position(results: Any) -> Figure:
@@ -38,9 +39,9 @@ def acceptance_by_position(results: Any) -> Figure:
     for name, rows in _drafting(results).items():
         points = []
         for i in range(max(len(r["tested"]) for r in rows)):
-            counts = _by_prompt(rows, lambda r, i=i: (_at(r["reached"], i), _at(r["tested"], i)))
-            if sum(t for _, t in counts) >= LEAST_TESTED:
-                points.append((i + 1, ratio(*zip(*counts, strict=True))))
+            counts = _by_prompt([(r["prompt"], _at(r["reached"], i), _at(r["tested"], i)) for r in rows])
+            if sum(counts[1]) >= LEAST_TESTED:
+                points.append((i + 1, ratio(*counts)))
         _line(axes, name, points)
     axes.set_ylim(0, 1.02)
     axes.xaxis.get_major_locator().set_params(integer=True)
@@ -63,7 +64,7 @@ def accepted_length_histogram(results: Any) -> Figure:
 
 def speedup_against_k(results: Any) -> Figure:
     """Measured speed-up over plain decoding, prefill left out, against the axis `k`, with intervals; beside it, as a
-    dashed line, what theory gives for the acceptance and the costs measured at the middle k."""
+    dashed line, what theory gives for the acceptance, costs and share of drafted rounds measured at the middle k."""
     rows = as_rows(results)
     curves: dict[str, list[tuple[int, str]]] = defaultdict(list)
     for name, group in by_setting(rows).items():
@@ -93,7 +94,7 @@ def speedup_against_k(results: Any) -> Figure:
 
 def cost_acceptance_pareto(results: Any) -> Figure:
     """Tokens a round against the cost of a round in plain passes. A line from the origin is one speed-up; settings that
-    no other one beats in both are filled."""
+    no other one beats in both are diamonds."""
     rows = as_rows(results)
     points = []
     for name, group in _drafting(rows).items():
@@ -108,10 +109,10 @@ def cost_acceptance_pareto(results: Any) -> Figure:
     widest = max(cost for _, cost, _ in points) * 1.08
     for gain in (0.5, 1.0, 1.5, 2.0, 3.0):
         axes.plot([0, widest], [0, gain * widest], color="lightgrey", linewidth=0.8, zorder=0)
-        axes.annotate(f"{gain:g}x", (widest, gain * widest), color="grey", fontsize=8, annotation_clip=True)
+        axes.annotate(f"{gain:g}x", (0.98 * widest, 0.98 * gain * widest), color="grey", fontsize=8, clip_on=True)
     for name, cost, gain in points:
         beaten = any(c <= cost and g >= gain and (c, g) != (cost, gain) for _, c, g in points)
-        axes.scatter([cost], [gain], s=45, label=name, facecolors="none" if beaten else None, edgecolors="black")
+        axes.scatter([cost], [gain], s=45, label=name, marker="o" if beaten else "D")
     axes.set_xlim(min(0.9, *(c for _, c, _ in points)) * 0.95, widest)
     axes.set_ylim(0.9, max(g for _, _, g in points) * 1.1)
     return _finished(figure, axes)
@@ -125,10 +126,10 @@ def context_curve(results: Any) -> Figure:
         edges = np.unique(np.quantile([at for at, _, _ in rounds], np.linspace(0, 1, CONTEXT_BINS + 1)))
         points = []
         for low, high in zip(edges, [*edges[1:-1], np.inf], strict=False):
-            counts = _by_prompt(rows, lambda r, a=low, b=high: _sums(round_contexts(r), a, b))
-            if sum(t for _, t in counts) >= LEAST_TESTED:
+            counts = _by_prompt([(r["prompt"], *_sums(round_contexts(r), low, high)) for r in rows])
+            if sum(counts[1]) >= LEAST_TESTED:
                 middle = float(np.mean([at for at, _, _ in rounds if low <= at < high]))
-                points.append((middle, ratio(*zip(*counts, strict=True))))
+                points.append((middle, ratio(*counts)))
         _line(axes, name, points)
     axes.set_ylim(0, 1.02)
     return _finished(figure, axes)
@@ -173,8 +174,6 @@ PLOTS: dict[str, Callable[[Any], Figure]] = {
 
 def round_contexts(row: Mapping[str, Any]) -> list[tuple[int, int, int]]:
     """The drafted rounds of a row: (tokens before the round, accepted, tested)."""
-    from specdec.stats import RoundRecord
-
     found, at = [], int(row["prompt_tokens"])
     for record in (RoundRecord(*r) for r in row["records"]):
         if record.drafted:
@@ -197,14 +196,13 @@ def _drafting(results: Any) -> dict[str, list[Row]]:
     return groups
 
 
-def _by_prompt(rows: Sequence[Row], counts: Callable[[Row], tuple[float, float]]) -> list[tuple[float, float]]:
-    """Counts summed over the rows of each prompt."""
+def _by_prompt(counts: Sequence[tuple[str, float, float]]) -> tuple[list[float], list[float]]:
+    """Two counts of each row, summed over the rows of each prompt."""
     sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for row in rows:
-        top, bottom = counts(row)
-        sums[row["prompt"]][0] += top
-        sums[row["prompt"]][1] += bottom
-    return [(a, b) for a, b in sums.values()]
+    for prompt, top, bottom in counts:
+        sums[prompt][0] += top
+        sums[prompt][1] += bottom
+    return [a for a, _ in sums.values()], [b for _, b in sums.values()]
 
 
 def _at(values: Sequence[float] | None, index: int) -> float:
@@ -213,6 +211,7 @@ def _at(values: Sequence[float] | None, index: int) -> float:
 
 def _figure(x: str, y: str) -> tuple[Figure, Any]:
     try:
+        from matplotlib import colormaps
         from matplotlib.figure import Figure
     except ImportError:
         raise SpecdecError("plots need the package matplotlib: install specdec[research]") from None
@@ -221,6 +220,7 @@ def _figure(x: str, y: str) -> tuple[Figure, Any]:
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.grid(alpha=0.25)
+    axes.set_prop_cycle(color=[*colormaps["tab10"].colors, *colormaps["Dark2"].colors])
     return figure, axes
 
 
@@ -237,8 +237,12 @@ def _line(axes: Any, name: str, points: Sequence[tuple[float, Any]]) -> Any:
 def _finished(figure: Figure, axes: Any) -> Figure:
     # A name that begins with an underscore would be left out of the legend, and `$` would be read as mathematics.
     handles, labels = axes.get_legend_handles_labels()
-    if labels:
-        axes.legend(handles, [label.replace("$", r"\$") for label in labels], fontsize=8)
+    shown = [label.replace("$", r"\$") for label in labels]
+    if len(labels) > FEW:
+        figure.set_figwidth(figure.get_figwidth() + 2.5)
+        figure.legend(handles, shown, fontsize=7, loc="outside right upper")
+    elif labels:
+        axes.legend(handles, shown, fontsize=8)
     return figure
 
 

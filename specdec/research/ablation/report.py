@@ -41,12 +41,13 @@ def render(manifest: Mapping[str, Any], rows: Sequence[Row], summary: Mapping[st
         'img-src data:">'
         f"<title>specdec ablation</title><style>{STYLE}</style></head><body>"
     )
+    config = yaml.safe_dump(manifest["config"], sort_keys=False, allow_unicode=True)
     parts = [
         head, "<h1>Ablation</h1>", _made_with(manifest, summary), _banners(summary), "<h2>Settings</h2>",
         _settings_table(summary), "<h2>Paired comparisons</h2>", _comparison_table(summary),
         "<h2>By category</h2>", _category_table(summary), "<h2>Plots</h2>", *_plots(rows),
         *_differences(manifest, rows), *_errors(summary), "<h2>Rows</h2>", _examples(manifest, rows),
-        "<h2>Config</h2>", f"<pre>{text(yaml.safe_dump(manifest['config'], sort_keys=False, allow_unicode=True))}</pre>",
+        "<h2>Config</h2>", f"<pre>{text(config)}</pre>",
         "</body></html>\n",
     ]  # fmt: skip
     return "\n".join(parts)

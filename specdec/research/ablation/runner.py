@@ -11,13 +11,11 @@ the batch; a row says which, and `generate(prompt, seed=[row_seed])` repeats it.
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +28,7 @@ from specdec.prompts import encode_prompts
 from specdec.provenance import hash_ids
 from specdec.research.ablation.config import AblationConfig, Cell
 from specdec.research.ablation.journal import Journal
+from specdec.research.ablation.models import Shelf, by_models
 from specdec.research.ablation.store import Plan, Store
 from specdec.research.datasets import Prompt
 from specdec.result import Generation
@@ -120,17 +119,12 @@ class _Run:
     session: Session = field(default_factory=Session)
 
     def all(self) -> None:
-        shelf: dict[str, Any] = {}
-        target: Any = None
-        for models, cells in _by_models(self.plan.cells):
-            if not any(True for _ in self.calls(cells)):
-                continue
-            if _target_of(models) != target:
-                # Models of another target go before new ones come.
-                shelf.clear()
-                gc.collect()
-                target = _target_of(models)
-            self.pair(models, cells, shelf)
+        groups = [group for group in by_models(self.plan.cells) if any(True for _ in self.calls(group[1]))]
+        places = [self.share.place(models) for models, _ in groups]
+        shelf = Shelf()
+        for i, (_, cells) in enumerate(groups):
+            shelf.keep(places[i:])
+            self.pair(places[i], cells, shelf)
 
     def calls(self, cells: Sequence[Cell]) -> Iterator[tuple[int, Cell, list[Prompt]]]:
         """The calls of this process that have a row missing: (number of the call, cell, prompts)."""
@@ -148,13 +142,13 @@ class _Run:
     def _done(self, cell: Cell, prompt: Prompt) -> bool:
         return self.store.done(cell, prompt, self.plan.fingerprint(prompt), self.retry_errors)
 
-    def pair(self, models: PairConfig, cells: Sequence[Cell], shelf: dict[str, Any]) -> None:
+    def pair(self, models: PairConfig, cells: Sequence[Cell], shelf: Shelf) -> None:
         """Every missing call of the cells of one pair. A pair that cannot be loaded fails them all."""
         started = time.perf_counter()
         self.progress(f"loading {cells[0].pair}")
         failure: SpecdecError | None = None
         try:
-            decoder = load(self.share.place(models), cells, shelf)
+            decoder = shelf.decoder(models, cells)
             weights = {role: h.get() for role, h in decoder._hashes.items()}
         except Exception as error:  # whatever a checkpoint trips over
             failure = _as_error(error)
@@ -178,7 +172,7 @@ class _Run:
             for cell in {cell.chain: cell for cell in (cells[0], cells[-1])}.values():
                 try:
                     decoder.generate(rows[:1], self.plan.config.warm_up_tokens, strategies=list(cell.strategies))
-                except Exception:  # noqa: S112 (the cell itself will fail, and say so in its rows)
+                except Exception:  # the cell itself will fail, and say so in its rows
                     continue
 
     def call(
@@ -223,18 +217,6 @@ class _Run:
         self.journal.append(rows)
         self.session.rows += len(rows)
         self.session.errors += sum(row["status"] == "error" for row in rows)
-
-
-def load(models: PairConfig, cells: Sequence[Cell], shelf: dict[str, Any]) -> SpeculativeDecoder:
-    """The decoder of a pair; models on the shelf are not loaded again. A chain that drafts through text decides which
-    vocabularies may differ."""
-    options = {name: value for name, value in vars(models).items() if name not in ("target", "draft")}
-    through_text = [list(c.strategies) for c in cells if any(s.get("translate") for s in c.strategies)]
-    strategies = through_text[0] if through_text else []
-    decoder: SpeculativeDecoder = SpeculativeDecoder.from_pretrained(
-        models.target, models.draft, strategies, shelf=shelf, **options
-    )
-    return decoder
 
 
 def encode(prompt: Prompt, decoder: SpeculativeDecoder, config: AblationConfig) -> Ids:
@@ -294,18 +276,3 @@ def _as_error(error: Exception) -> SpecdecError:
     if isinstance(error, torch.OutOfMemoryError):
         torch.cuda.empty_cache()
     return SpecdecError(f"{type(error).__name__}: {error}")
-
-
-def _by_models(cells: Sequence[Cell]) -> list[tuple[PairConfig, list[Cell]]]:
-    """Cells by the models that they load, those with one target beside each other, in the order of first mention."""
-    targets = list(dict.fromkeys(_target_of(cell.models) for cell in cells))
-    loads = list(dict.fromkeys(repr(cell.models) for cell in cells))
-    order = sorted(cells, key=lambda c: (targets.index(_target_of(c.models)), loads.index(repr(c.models))))
-    groups = [list(group) for _, group in groupby(order, key=lambda c: repr(c.models))]
-    return [(group[0].models, group) for group in groups]
-
-
-def _target_of(models: PairConfig) -> str:
-    """What the target is loaded from, and how."""
-    own = (f for f in vars(models) if not f.startswith("draft"))
-    return repr([(name, getattr(models, name)) for name in own])

@@ -1,8 +1,8 @@
 """The folder of an ablation: what was asked for, on what, and which rows are done.
 
-    run.json         the config, its cells and prompts, versions and machine
-    journal-*.jsonl  rows as they were finished, one file a process
-    table.parquet, summary.json, report.html   made from these two by `merge`
+- `run.json`: the config, its cells and prompts, versions and machine;
+- `journal-*.jsonl`: rows as they were finished, one file a process;
+- `table.parquet`, `summary.json`, `report.html`: made from these two by `merge`.
 """
 
 from __future__ import annotations

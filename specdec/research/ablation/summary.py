@@ -121,8 +121,9 @@ def paired(a: Sequence[Row], b: Sequence[Row]) -> tuple[list[Row], list[Row]]:
 
 
 def measured_costs(mine: Sequence[Row], plain: Sequence[Row]) -> dict[str, float] | None:
-    """What theory asks for, measured. acceptance: of a tested token; length: mean drafted tokens a round; draft_cost c:
-    of a drafted token, in plain passes; width_cost v: extra cost of the wide pass; None without rounds of both."""
+    """What theory asks for, measured. acceptance: of a tested token; length: mean drafted tokens a round;
+    drafted_share: of the rounds; draft_cost c: of a drafted token, in plain passes; width_cost v: extra cost of the
+    wide pass; None without rounds of both."""
     total, reference = ({n: sum(c[n] for c in side) for n in _SUMMED} for side in (mine, plain))
     if not total["rounds"] or not reference["rounds"] or not reference["verify_seconds"]:
         return None
@@ -131,6 +132,7 @@ def measured_costs(mine: Sequence[Row], plain: Sequence[Row]) -> dict[str, float
     return {
         "acceptance": total["accepted_tokens"] / total["tested_tokens"] if total["tested_tokens"] else 0.0,
         "length": drafted / total["rounds"],
+        "drafted_share": total["drafted_rounds"] / total["rounds"],
         "tokens_per_round": total["generated_tokens"] / total["rounds"],
         "draft_cost": total["draft_seconds"] / drafted / per_pass if drafted else 0.0,
         "width_cost": total["verify_seconds"] / total["rounds"] / per_pass - 1,
@@ -147,9 +149,13 @@ def predicted_speedup(costs: Mapping[str, float] | None) -> float | None:
 
 
 def theoretical_speedup(costs: Mapping[str, float], k: int) -> float:
-    """Speed-up at another draft length, from one acceptance for all positions and a width cost that grows with k."""
-    v = max(-0.99, costs["width_cost"] * k / costs["length"]) if costs["length"] else 0.0
-    return float(theory.speedup(min(1.0, costs["acceptance"]), k, costs["draft_cost"], v))
+    """Speed-up at another draft length, from one acceptance for all positions, the share of rounds with a draft, and
+    costs that grow with k. A negative width cost is noise, which must not grow."""
+    if not costs["length"]:
+        return 1.0
+    per_token = costs["draft_cost"] + max(0.0, costs["width_cost"]) / costs["length"]
+    gain = costs["drafted_share"] * float(theory.accepted_per_round(costs["acceptance"], k))
+    return (1 + gain) / (1 + costs["drafted_share"] * k * per_token)
 
 
 def _comparisons(groups: Mapping[str, Sequence[Row]]) -> list[dict[str, Any]]:
@@ -172,9 +178,9 @@ def compare_settings(name: str, a: Sequence[Row], other: str, b: Sequence[Row]) 
     made: dict[str, Any] = {"setting": name, "against": other, "clusters": len(mine)}
     for figure in ("tokens_per_round", "acceptance", "tokens_per_second"):
         top, bottom = FIGURES[figure]
-        sides = [([c[top] for c in side], [c[bottom] for c in side]) for side in (mine, theirs)]
-        found = difference(*sides) if mine else Interval(None)
-        each = [x / y - z / w for (x, y), (z, w) in zip(*(zip(*s, strict=True) for s in sides), strict=True) if y and w]
+        x, y, z, w = ([c[n] for c in side] for side in (mine, theirs) for n in (top, bottom))
+        found = difference((x, y), (z, w)) if mine else Interval(None)
+        each = [a / b - c / d for a, b, c, d in zip(x, y, z, w, strict=True) if b and d]
         made[figure] = {**found.to_dict(), "p": sign_flip_test(each)}
     return made
 

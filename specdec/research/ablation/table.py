@@ -53,23 +53,33 @@ def build_table(folder: Path) -> tuple[list[Row], int]:
 def _labels(cells: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """A setting in words, by cell: what differs between the cells, the seed left out."""
     columns = {c["key"]: _settings(c) for c in cells}
-    seen = {
-        name: {repr(v.get(name)) for v in columns.values()}
-        for name in dict.fromkeys(n for values in columns.values() for n in values) if name not in ("seed", "strategies")
-    }  # fmt: skip
+    axes = [n for n in dict.fromkeys(n for v in columns.values() for n in v) if n not in ("seed", "strategies")]
+    seen = {name: {repr(v.get(name)) for v in columns.values()} for name in axes}
     seen["acceptance"].discard("None")  # of the references, which accept nothing
     varying = [name for name, values in seen.items() if len(values) > 1]
+    short = _short(varying)
     labels = {}
     for cell in cells:
         values = columns[cell["key"]]
         parts = [str(values["pair"])] if "pair" in varying else []
         parts.append(str(values["strategies"]))
         parts += [
-            str(values[n]) if n == "acceptance" else f"{n}={values[n]}"
+            str(values[n]) if n == "acceptance" else f"{short[n]}={_value(values[n])}"
             for n in varying if n != "pair" and values.get(n) is not None
         ]  # fmt: skip
         labels[cell["key"]] = " ".join(parts)
     return labels
+
+
+def _short(axes: Sequence[str]) -> dict[str, str]:
+    """Names for labels: a strategy's parameter without the strategy, where that says which."""
+    last = {name: name.rpartition(".")[2] for name in axes}
+    plain = {name: part if list(last.values()).count(part) == 1 else name for name, part in last.items()}
+    return {**plain, "temperature": "T"}
+
+
+def _value(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _settings(cell: Mapping[str, Any]) -> Row:
