@@ -107,7 +107,7 @@ def print_summary(console: Console, summary: Mapping[str, Any]) -> None:
             f"[bold red]{same}[/]" if entry["differing"] else same,
         )  # fmt: skip
     console.print(made)
-    _print_gate(console, summary["gate"])
+    print_gate(console, summary["gate"])
     for entry in summary["errors"][:SHOWN]:
         line = f"{entry['rows']} rows of {entry['setting']} failed: {entry['error']}"
         console.print(escape(line), style="red", soft_wrap=True)
@@ -116,7 +116,8 @@ def print_summary(console: Console, summary: Mapping[str, Any]) -> None:
         console.print(f"the runner took {overhead:.1%} of the decoding time")
 
 
-def _print_gate(console: Console, gate: Mapping[str, Any]) -> None:
+def print_gate(console: Console, gate: Mapping[str, Any]) -> None:
+    """What the equality gate found."""
     differing = gate["differing"]
     if differing:
         head = f"EQUALITY GATE FAILED: {len(differing)} of {gate['compared']} rows differ from plain decoding"

@@ -34,6 +34,8 @@ from specdec.research.datasets import Prompt
 from specdec.result import Generation
 
 Progress = Callable[[str], None]
+# What is to be found out about a loaded pair, once: (decoder, its cells, its prompts' ids, its rows) -> plain data.
+Examine = Callable[[SpeculativeDecoder, Sequence[Cell], Mapping[str, "Ids"], Mapping[tuple[str, str], Any]], Any]
 Ids = list[int] | SpecdecError  # a prompt's ids, or why it has none
 
 
@@ -85,9 +87,10 @@ class Session:
 
 def run_ablation(
     config: AblationConfig, out: Path, share: Share | None = None, extend: bool = False, retry_errors: bool = False,
-    progress: Progress = lambda what: None,
+    progress: Progress = lambda what: None, examine: Examine | None = None,
 ) -> Session:  # fmt: skip
-    """Run what is missing in the folder `out`. `progress` is told of every call that is about to run.
+    """Run what is missing in the folder `out`. `progress` is told of every call that is about to run; `examine` is
+    asked about every pair when its rows are done, and its answers are kept in the journal.
 
     Raises SpecdecError for bad input and for a folder of another ablation; a cell that fails is recorded and does not
     stop the others. A KeyboardInterrupt leaves what is done.
@@ -98,7 +101,7 @@ def run_ablation(
     store = Store.open(out, plan, extend)
     with Journal(out, share.rank) as journal:
         store.read()
-        run = _Run(plan, store, journal, share, retry_errors, progress)
+        run = _Run(plan, store, journal, share, retry_errors, progress, examine)
         try:
             run.all()
         finally:
@@ -116,15 +119,20 @@ class _Run:
     share: Share
     retry_errors: bool
     progress: Progress
+    examine: Examine | None = None
     session: Session = field(default_factory=Session)
 
     def all(self) -> None:
-        groups = [group for group in by_models(self.plan.cells) if any(True for _ in self.calls(group[1]))]
+        groups = [group for group in by_models(self.plan.cells) if self._wanted(group[1])]
         places = [self.share.place(models) for models, _ in groups]
         shelf = Shelf()
         for i, (_, cells) in enumerate(groups):
             shelf.keep(places[i:])
             self.pair(places[i], cells, shelf)
+
+    def _wanted(self, cells: Sequence[Cell]) -> bool:
+        unknown = self.examine is not None and cells[0].key not in self.store.facts
+        return unknown or any(True for _ in self.calls(cells))
 
     def calls(self, cells: Sequence[Cell]) -> Iterator[tuple[int, Cell, list[Prompt]]]:
         """The calls of this process that have a row missing: (number of the call, cell, prompts)."""
@@ -165,6 +173,10 @@ class _Run:
         for number, cell, prompts in self.calls(cells):
             self.progress(f"{cell.pair}: {cell.chain}, {prompts[0].id}")
             self.write(self.call(decoder, cell, prompts, encoded, number, weights))
+        if self.examine is not None:
+            self.store.read()
+            found = self.examine(decoder, cells, encoded, self.store.rows)
+            self.journal.append([{"kind": "facts", "cell": cells[0].key, "facts": found}])
 
     def _warm_up(self, decoder: SpeculativeDecoder, cells: Sequence[Cell], encoded: Mapping[str, Ids]) -> None:
         rows = [ids for ids in encoded.values() if not isinstance(ids, SpecdecError)]

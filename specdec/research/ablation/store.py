@@ -68,6 +68,7 @@ class Store:
 
     folder: Path
     rows: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
+    facts: dict[str, dict[str, Any]] = field(default_factory=dict)  # of pairs, by the key of their first cell
 
     @staticmethod
     def open(folder: Path, plan: Plan, extend: bool = False) -> Store:
@@ -97,6 +98,8 @@ class Store:
         for entry in read_journals(self.folder):
             if entry.get("kind") == "row":
                 self.rows[entry["cell"], entry["prompt"]] = entry
+            elif entry.get("kind") == "facts":
+                self.facts[entry["cell"]] = entry["facts"]
 
     def done(self, cell: Cell, prompt: Prompt, fingerprint: str, retry_errors: bool = False) -> bool:
         """Whether the row is there, made from the same prompt."""
