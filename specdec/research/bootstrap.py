@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -79,6 +80,7 @@ def sign_flip_test(differences: Sequence[float], draws: int = 10_000, seed: int 
     return float((1 + (np.abs(signs @ d) >= observed).sum()) / (draws + 1))
 
 
+@lru_cache(maxsize=8)  # the settings of an ablation have the same prompts
 def _draws(n: int, seed: int) -> np.ndarray:
     """How often each of n clusters is drawn, [DRAWS, n]."""
     return np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=DRAWS).astype(np.float64)

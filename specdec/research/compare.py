@@ -85,8 +85,9 @@ def candidate(group: Sequence[Row], rows: Sequence[Row], facts: Mapping[str, Any
     depth = max((len(r["tested"]) for r in group), default=0)
     counts = [[sum(_at(r[name], i) for r in group) for name in ("reached", "tested")] for i in range(depth)]
     categories = dict.fromkeys(r["category"] for r in group)
-    best, gain = best_length(costs)
     head = group[0]
+    # What a strategy without a model drafts is decided by the text: it has no length to choose.
+    best, gain = best_length(costs if head["pair"] != ALONE else None)
     made = {
         "name": head["pair"] if head["pair"] != ALONE else head["strategies"], "pair": head["pair"], **figures,
         "acceptance_by_position": [a / t if t else None for a, t in counts],
@@ -127,7 +128,8 @@ def examine(
     report, draft = decoder.report, decoder.draft
     tokenizers = [getattr(t, "chat_template", None) for t in (decoder.tokenizer, decoder.draft_tokenizer)]
     facts: dict[str, Any] = {
-        "size_ratio": report.size_ratio, "vocabulary": report.vocabulary, "same_template": tokenizers[0] == tokenizers[1],
+        "size_ratio": report.size_ratio, "vocabulary": report.vocabulary,
+        "same_template": tokenizers[0] == tokenizers[1],
         "context": decoder.target.context, "draft_context": draft.context if draft is not None else None,
         "longest_text": 0, "laws": None,
     }  # fmt: skip
@@ -221,8 +223,8 @@ def reasons(made: Mapping[str, Any]) -> list[str]:
         )
     if laws and laws["acceptance_early"] - laws["acceptance_late"] > CONTEXT_DROP:
         said.append(
-            f"context: expected acceptance falls from {laws['acceptance_early']:.2f} in the first third of the texts to "
-            f"{laws['acceptance_late']:.2f} in the last"
+            f"context: expected acceptance falls from {laws['acceptance_early']:.2f} in the first third of the texts "
+            f"to {laws['acceptance_late']:.2f} in the last"
         )
     return said + _setting_reasons(facts) + _cost_reasons(made, costs)
 
@@ -249,7 +251,11 @@ def _cost_reasons(made: Mapping[str, Any], costs: Mapping[str, float]) -> list[s
         said.append(
             f"cost: at acceptance {costs['acceptance']:.2f} and cost ratio {costs['draft_cost']:.2f} no length pays"
         )
-    elif costs["length"] and made["best_length"] != round(costs["length"] / max(costs["drafted_share"], 1e-9)):
+    elif (
+        made["best_length"]
+        and costs["length"]
+        and made["best_length"] != round(costs["length"] / max(costs["drafted_share"], 1e-9))
+    ):
         said.append(
             f"length: theory advises {made['best_length']} drafted tokens, for a speed-up of "
             f"{made['best_length_speedup']:.2f}"
