@@ -11,11 +11,11 @@ from specdec.errors import SpecdecError
 from specdec.research.bootstrap import difference, ratio, ratio_of_ratios, sign_flip_test
 
 RATE = 0.7  # tokens accepted of those tested
-CLUSTERS, PER_CLUSTER, TRIALS = 30, 12, 120
+CLUSTERS, PER_CLUSTER, TRIALS = 12, 12, 300
 
 
 def trial(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Accepted and tested tokens of 30 prompts, each with an acceptance of its own around 0.7 [30, 12]."""
+    """Accepted and tested tokens of 12 prompts, each with an acceptance of its own around 0.7 [12, 12]."""
     own = rng.beta(RATE * 5, (1 - RATE) * 5, size=CLUSTERS)
     tested = rng.integers(1, 6, size=(CLUSTERS, PER_CLUSTER))
     return rng.binomial(tested, own[:, None]), tested
@@ -36,7 +36,7 @@ def coverage(per_round: bool) -> float:
 
 def test_intervals_over_prompts_cover_and_intervals_over_rounds_do_not() -> None:
     """The wrong unit is the negative control: rounds of a prompt resemble each other."""
-    assert coverage(per_round=False) > 0.88
+    assert 0.91 < coverage(per_round=False) < 0.98
     assert coverage(per_round=True) < 0.75
 
 

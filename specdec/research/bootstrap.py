@@ -3,8 +3,9 @@
 The unit that is drawn is the *cluster*, a prompt with all its seeds (or a call with all its prompts): rounds of one
 prompt resemble each other, so that intervals over rounds would be far too narrow. A figure is pooled, sum over sum, in
 every draw, and two settings that are compared are drawn with the same clusters, so that what a prompt does to both
-cancels. Intervals are percentile bootstrap intervals (Efron & Tibshirani 1993, chapter 13; Davison & Hinkley 1997,
-section 2.4 for ratios); with few clusters they are somewhat too narrow. The test flips signs of the clusters'
+cancels. Intervals are expanded percentile intervals (Hesterberg 2015, "What Teachers Should Know About the Bootstrap",
+section 5.3): plain percentile intervals are too narrow with few clusters (10 prompts: 0.90 covered in place of 0.95,
+expanded ones 0.94). The test flips signs of the clusters'
 differences: exact for up to 13 clusters, from random flips beyond. All draws come from a seed.
 """
 
@@ -14,6 +15,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -80,6 +82,23 @@ def sign_flip_test(differences: Sequence[float], draws: int = 10_000, seed: int 
     return float((1 + (np.abs(signs @ d) >= observed).sum()) / (draws + 1))
 
 
+def need_scipy() -> Any:
+    """scipy.stats, or a SpecdecError that says how to get it."""
+    try:
+        from scipy import stats
+    except ImportError:
+        raise SpecdecError("intervals need the package scipy: install specdec[research]") from None
+    return stats
+
+
+@lru_cache(maxsize=64)
+def _expanded_tail(level: float, n: int) -> float:
+    """The share of the draws beyond each end: that of a normal law beyond the ends that a t law would have, with the
+    spread of n clusters corrected for the mean that was estimated from them."""
+    stats = need_scipy()
+    return float(stats.norm.cdf(-np.sqrt(n / (n - 1)) * stats.t.ppf((1 + level) / 2, n - 1)))
+
+
 @lru_cache(maxsize=8)  # the settings of an ablation have the same prompts
 def _draws(n: int, seed: int) -> np.ndarray:
     """How often each of n clusters is drawn, [DRAWS, n]."""
@@ -114,5 +133,6 @@ def _interval(value: np.ndarray, drawn: np.ndarray, level: float, clusters: int)
     known = drawn[np.isfinite(drawn)]
     if clusters < 2 or len(known) == 0:
         return Interval(float(value))
-    low, high = np.quantile(known, ((1 - level) / 2, (1 + level) / 2))
+    tail = _expanded_tail(level, clusters)
+    low, high = np.quantile(known, (tail, 1 - tail))
     return Interval(float(value), float(low), float(high))

@@ -244,9 +244,10 @@ def _setting_reasons(facts: Mapping[str, Any]) -> list[str]:
 
 
 def _cost_reasons(made: Mapping[str, Any], costs: Mapping[str, float]) -> list[str]:
-    said = []
+    said: list[str] = []
     if not costs:
         return said
+    length = round(costs["length"] / max(costs["drafted_share"], 1e-9))
     if made["best_length"] == 0:
         said.append(
             f"cost: at acceptance {costs['acceptance']:.2f} and cost ratio {costs['draft_cost']:.2f} no length pays"

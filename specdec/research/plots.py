@@ -220,7 +220,7 @@ def _figure(x: str, y: str) -> tuple[Figure, Any]:
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.grid(alpha=0.25)
-    axes.set_prop_cycle(color=[*colormaps["tab10"].colors, *colormaps["Dark2"].colors])
+    axes.set_prop_cycle(color=[colormaps[name](i) for name, n in (("tab10", 10), ("Dark2", 8)) for i in range(n)])
     return figure, axes
 
 
