@@ -252,11 +252,7 @@ def _cost_reasons(made: Mapping[str, Any], costs: Mapping[str, float]) -> list[s
         said.append(
             f"cost: at acceptance {costs['acceptance']:.2f} and cost ratio {costs['draft_cost']:.2f} no length pays"
         )
-    elif (
-        made["best_length"]
-        and costs["length"]
-        and made["best_length"] != round(costs["length"] / max(costs["drafted_share"], 1e-9))
-    ):
+    elif made["best_length"] and length and made["best_length"] != length:
         said.append(
             f"length: theory advises {made['best_length']} drafted tokens, for a speed-up of "
             f"{made['best_length_speedup']:.2f}"

@@ -18,7 +18,7 @@ from specdec.errors import SpecdecError
 from specdec.research.ablation.table import Row
 
 SHOWN_TEXT = 400  # characters of a prompt's end and of an output
-SHOWN_DIFFERENCES, SHOWN_ROWS = 20, 8
+SHOWN_DIFFERENCES, SHOWN_ROWS, SHOWN_SETTINGS = 20, 8, 12
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2em auto; padding: 0 1em; color: #1b1f24; }
 h1 { font-size: 1.6em; } h2 { font-size: 1.2em; margin-top: 2em; border-bottom: 1px solid #d0d7de; }
@@ -154,10 +154,15 @@ def _category_table(summary: Mapping[str, Any]) -> str:
 
 
 def _plots(rows: Sequence[Row]) -> list[str]:
-    """Every plot that these rows allow."""
+    """Every plot that these rows allow, of the first settings where there are many."""
     from specdec.research.plots import PLOTS
 
+    drafting = list(dict.fromkeys(r["setting"] for r in rows if r["drafts"]))
+    shown = set(drafting[:SHOWN_SETTINGS])
+    rows = [r for r in rows if not r["drafts"] or r["setting"] in shown]
     made = []
+    if len(drafting) > SHOWN_SETTINGS:
+        made.append(f"<p>The first {SHOWN_SETTINGS} of {len(drafting)} settings that draft.</p>")
     for title, plot in PLOTS.items():
         try:
             figure = plot(rows)
