@@ -2,6 +2,7 @@
 
     specdec bench --smoke --out results/bench_smoke_cpu.json     # README.md
     scripts/run_exactness.sh MODEL results                       # docs/exactness.md, on a GPU
+    python scripts/measure_laws.py --out results/laws.json                 # docs/losslessness.md
     python scripts/measure_ngrams.py WHAT --out results/ngram_WHAT.json    # docs/ngram.md, cost and acceptance
     python scripts/write_results.py
 
@@ -17,13 +18,14 @@ from typing import Any
 
 from specdec.research.exactness import PARTS
 from specdec.research.exactness_summary import RunRow, rows
-from specdec.research.ngram_report import acceptance_block, cost_block
+from specdec.research.ngram_report import acceptance_block, cost_block, table
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results" / "bench_smoke_cpu.json"
 README = ROOT / "README.md"
 EXACTNESS = ROOT / "docs" / "exactness.md"
 EXACTNESS_RESULTS = [ROOT / "results" / f"exactness-{part}.json" for part in PARTS]
+LAWS, LAWS_RESULTS = ROOT / "docs" / "losslessness.md", ROOT / "results" / "laws.json"
 NGRAM = ROOT / "docs" / "ngram.md"
 NGRAM_BLOCKS = {"ngram_cost.json": cost_block, "ngram_acceptance.json": acceptance_block}
 START, END = "<!-- results:start -->", "<!-- results:end -->"
@@ -117,6 +119,25 @@ def _run_row(row: RunRow) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def laws_block(result: dict[str, Any]) -> str:
+    """How well every case of the tests of losslessness fitted."""
+    machine, versions = result["machine"], result["versions"]
+    head = (
+        f"Measured by `scripts/measure_laws.py` on {result['date']}: {machine['processor']}, torch "
+        f"{versions['torch']}, transformers {versions['transformers']}, specdec {versions['specdec']} at commit "
+        f"{result['commit']}."
+    )
+    rows = []
+    for case in sorted(result["cases"], key=lambda c: (-c["samples"], c["test"])):
+        statistic = "infinite" if case["statistic"] is None else f"{case['statistic']:.0f}"
+        fits = case["statistic"] is not None and case["statistic"] < case["critical"]
+        name = case["test"].removeprefix("test_").replace("_", " ").replace("[", ": ").rstrip("]")
+        figures = [f"{case['samples']:,}", statistic, f"{case['critical']:.0f}", f"{case['total_variation']:.3f}"]
+        rows.append([name, *figures, "follows the law" if fits else "rejected"])
+    heads = ("case", "samples", "chi-square", "99.9 % quantile", "total variation", "verdict")
+    return f"{head}\n\n{table(heads, rows)}"
+
+
 def _figure(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
@@ -139,6 +160,8 @@ def documents() -> dict[Path, str]:
     made = {EXACTNESS: exactness_block(found)}
     if RESULTS.is_file():
         made[README] = block(json.loads(RESULTS.read_text(encoding="utf-8")))
+    if LAWS_RESULTS.is_file():
+        made[LAWS] = laws_block(json.loads(LAWS_RESULTS.read_text(encoding="utf-8")))
     ngram = [(ROOT / "results" / name, make) for name, make in NGRAM_BLOCKS.items()]
     measured = [make(json.loads(path.read_text(encoding="utf-8"))) for path, make in ngram if path.is_file()]
     made[NGRAM] = "\n\n".join(measured) or "Not measured yet."

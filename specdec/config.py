@@ -16,8 +16,10 @@ from typing import Any, Literal, TypeVar
 
 import yaml
 
+from specdec.constraints import PrefixProcessor
 from specdec.errors import SpecdecError
-from specdec.sampling import TEXT_FIELDS, WARPER_FIELDS
+from specdec.sampling import OWN_FIELDS, TEXT_FIELDS, WARPER_FIELDS
+from specdec.texts import parse_yaml
 
 
 class _Unset:
@@ -52,6 +54,8 @@ _REFUSED = {
     "assistant_model": "assistant_model is not an option here: pass the draft model when the decoder is built",
     "guidance_scale": "guidance_scale (classifier-free guidance) is not supported",
     "watermarking_config": "watermarking is not supported",
+    "encoder_repetition_penalty": "encoder_repetition_penalty needs an encoder: specdec runs decoder-only models",
+    "encoder_no_repeat_ngram_size": "encoder_no_repeat_ngram_size needs an encoder: specdec runs decoder-only models",
     "penalty_alpha": "contrastive search is not supported",
 }
 
@@ -61,9 +65,11 @@ class GenerationSettings:
     """Everything a generation call accepts beside its prompts. Names of the design's public surface.
 
     max_new_tokens: most tokens emitted a row. seed: int = row i is keyed (seed, i); list = one seed a prompt; None =
-    fresh. temperature: 0 = greedy. top_k: 0 = off. top_p in (0, 1]. min_p in [0, 1]. processors: other
-    GenerationConfig fields by name. eos_token_id: UNSET = the model's, None = none, int or list. batch_size: rows in
-    one pass, None = all prompts up to 8. keep_state: reuse the K/V of earlier rows that a prompt extends.
+    fresh. temperature: 0 = greedy. top_k: 0 = off. top_p in (0, 1]. min_p in [0, 1]. presence_penalty and
+    frequency_penalty in [-2, 2]: OpenAI's, over generated ids. processors: other GenerationConfig fields by name.
+    logits_processor: transformers' processors, callables, or `specdec.constraints`. eos_token_id: UNSET = the model's,
+    None = none, int or list. batch_size: rows in one pass, None = all prompts up to 8. keep_state: reuse the K/V of
+    earlier rows that a prompt extends.
     """
 
     max_new_tokens: int = 128
@@ -74,6 +80,8 @@ class GenerationSettings:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     eos_token_id: Any = UNSET
     ignore_eos: bool = False
     stop_strings: Any = None
@@ -127,6 +135,8 @@ class GenerationSettings:
         check_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf)
         if self.repetition_penalty == 0:
             raise SpecdecError("repetition_penalty must be > 0, got 0")
+        for name in OWN_FIELDS:
+            check_number(name, getattr(self, name), -2.0, 2.0)
         if self.order not in ("given", "upstream"):
             raise SpecdecError(f"order must be 'given' or 'upstream', got {self.order!r}")
         check_exact(self.exact)
@@ -153,7 +163,8 @@ class GenerationSettings:
                 check_number(name, value, 0.0, 1.0)
         for name in ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"):
             for value in as_list(getattr(self, name)):
-                if not callable(value):
+                stateful = name == "logits_processor" and isinstance(value, PrefixProcessor)
+                if not (callable(value) or stateful):
                     raise SpecdecError(f"{name} must be callable, got {value!r}")
 
     def check_ids(self, vocab_size: int) -> None:
@@ -177,7 +188,7 @@ class GenerationSettings:
         named = {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
         if self.repetition_penalty != 1.0:
             named["repetition_penalty"] = self.repetition_penalty
-        return {**named, **self.processors}
+        return {**named, **{name: getattr(self, name) for name in OWN_FIELDS}, **self.processors}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for provenance; objects by their class names."""
@@ -249,9 +260,10 @@ def load_yaml(path: str | Path, cls: type[T] = RunConfig) -> T:  # type: ignore[
     if not file.is_file():
         raise SpecdecError(f"config file not found: {path}")
     try:
-        data = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise SpecdecError(f"{path} is not valid YAML: {error}") from None
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecdecError(f"{path}: cannot be read as UTF-8 text: {error}") from None
+    data = parse_yaml(text, str(path))
     config = from_dict(cls, data, file.name)
     if isinstance(config, RunConfig):
         _check_run(config, file.name)

@@ -13,6 +13,7 @@ import torch
 
 from specdec.acceptance import find_rule
 from specdec.config import UNSET, GenerationSettings, as_list, check_exact
+from specdec.contract import check_processors
 from specdec.drafters import make_drafters
 from specdec.drafters.base import DraftContext
 from specdec.drafters.chain import Chain, build_chain, upstream_order
@@ -226,13 +227,19 @@ class Call:
         n = settings.num_return_sequences
         self.rows = [Row(i, list(prompts[i // n]), key, stops) for i, key in enumerate(keys)]
         settings.check_ids(decoder.target.vocab_size)
+        own = as_list(settings.logits_processor)
+        if own and self.rows:
+            check_processors(own, self.rows[0].prompt, decoder.target.vocab_size, decoder.target.device)
         try:
             self.sampling = build_sampling(
-                decoder.target.model, settings.fields, settings.temperature, sorted(stops.eos),
-                as_list(settings.logits_processor), settings.prefix_allowed_tokens_fn, decoder.target.device,
+                decoder.target.model, settings.fields, settings.temperature,
+                sorted(t for t in stops.eos if 0 <= t < decoder.target.vocab_size),
+                own, settings.prefix_allowed_tokens_fn, decoder.target.device, settings.num_return_sequences,
             )  # fmt: skip
             if self.sampling.row_processors is not None and self.rows:
-                self.sampling.row_processors(len(self.rows[0].prompt), settings.max_new_tokens)  # bad values fail now
+                self.sampling.row_processors(0, self.rows[0].prompt, settings.max_new_tokens)  # bad values fail now
+        except SpecdecError:
+            raise
         except (ValueError, TypeError, IndexError, RuntimeError) as error:
             names = ", ".join(settings.processors) or "the sampling options"
             raise SpecdecError(f"transformers refuses {names}: {error}") from error

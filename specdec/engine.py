@@ -118,7 +118,7 @@ class Engine:
         seen = self.chain.observe if self.chain.observers else None
         self.runner.prefill(self.cache, self.shapes, slot, row.tokens[known:].tolist(), known, seen)
         if self.sampling.row_processors is not None:
-            row.processors = self.sampling.row_processors(len(row.prompt), row.stops.max_new_tokens)
+            row.processors = self.sampling.row_processors(row.index, row.prompt, row.stops.max_new_tokens)
             row.known = to_device(row.prompt, self.runner.device)
         self.slots[slot] = row
         self.times.prefill += time.perf_counter() - started
@@ -313,6 +313,7 @@ class Engine:
     def _advance(self, row: Row, tokens: list[int]) -> None:
         if row.known is not None and tokens:
             row.known = torch.cat([row.known, to_device(tokens, self.runner.device)])
+            row.processors.commit(tokens)
 
     def _round(
         self, row: Row, slot: int, facts: Facts, draft: Draft, position: int, path: list[int], bonus: int | None,

@@ -26,6 +26,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from specdec.trees import array_on
+
 
 @dataclass
 class Aim:
@@ -147,9 +149,10 @@ class RaggedCache(Cache):
         source is read before any target is written."""
         if not moves:
             return
-        index = torch.tensor(moves).T
+        listed = np.asarray(moves, dtype=np.int64).T.copy()
+        index = array_on(listed, self.layers[0].keys.device)
         for layer in self.layers:
-            index = index.to(layer.keys.device)
+            index = index.to(layer.keys.device, non_blocking=True)
             row, source, target = index
             for buffer in (layer.keys, layer.values):
                 buffer[row, :, target] = buffer[row, :, source]

@@ -1,9 +1,9 @@
 """From logits to the target's distribution, and the counter-based random numbers that draw from it.
 
 `Sampling` is one call's pipeline: transformers' own logits processors and warpers, in transformers' order. Warpers
-(temperature, top-k, top-p, min-p, ...) look at scores only and run on all verified positions at once. Processors that
-read the text (repetition penalty, no-repeat-ngram, a user's own, ...) run position by position, each on exactly the
-prefix that would have been accepted there; so a speculative run sees what a plain run sees.
+(temperature, top-k, top-p, min-p, ...) look at scores only. Processors that read the text (repetition penalty,
+no-repeat-ngram, a user's own, ...) see at every position exactly the prefix that would have been accepted there
+(processors.py); so a speculative run sees what a plain run sees.
 
 Random numbers are a hash of (seed, row, position, purpose, token id): no generator, no state, no order of calls.
 Draws are exponential races, argmin E / p: float32 uniforms would cut the tail of Gumbel noise on large vocabularies.
@@ -16,13 +16,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList
-from transformers.generation.logits_process import TemperatureLogitsWarper
+from transformers.generation.logits_process import (
+    PrefixConstrainedLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    TemperatureLogitsWarper,
+)
 from transformers.generation.utils import GenerationMixin
+
+from specdec.constraints import AllowedTokens, PrefixProcessor, PrefixStates
+from specdec.prefixes import History as History
+from specdec.processors import PresenceFrequencyPenalty, RowProcessors, apply_processors
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -95,41 +105,17 @@ def race(p: Tensor, stream: Tensor) -> Tensor:
     return (exponential(stream, p.shape[-1]) / p).argmin(dim=-1)
 
 
-@dataclass
-class History:
-    """What processors need to see: for each row the ids known before this pass, and the ids the pass feeds.
-
-    known: row -> int64 [n] on the device, ending before the first fed token, or None for an idle row;
-    fed [B, S]; processors: row -> transformers processors of that row; counts: row -> how many columns of `fed` are
-    text (the rest is padding, which processors never see); paths: row -> column -> the columns from the root to that
-    column, itself included, for trees. None, for all or for one row: a chain, whose column s follows 0..s - 1.
-    """
-
-    known: Sequence[Tensor | None]
-    fed: Tensor
-    processors: Sequence[LogitsProcessorList | None]
-    counts: Sequence[int]
-    paths: Sequence[Sequence[Sequence[int]] | None] | None = None
-
-    def prefix(self, row: int, column: int) -> Tensor:
-        """The ids that the law at `column` follows, int64 [n]."""
-        known, paths = self.known[row], self.paths[row] if self.paths is not None else None
-        assert known is not None
-        fed = self.fed[row, : column + 1] if paths is None else self.fed[row, list(paths[column])]
-        return torch.cat([known, fed.to(known.device)])
-
-
 @dataclass(frozen=True)
 class Sampling:
     """One call's pipeline from logits to scores, whose softmax is the law that is sampled.
 
-    temperature: 0 = greedy (then warpers do not apply, as in transformers). `row_processors(prompt_len, max_new)`
-    builds the text-reading processors of one row; it is None when the call has none.
+    temperature: 0 = greedy (then warpers do not apply, as in transformers). `row_processors(row, prompt, max_new)`
+    builds the text-reading processors of a row, given its number in the call; it is None when the call has none.
     """
 
     temperature: float
     warpers: tuple[Any, ...] = ()
-    row_processors: Callable[[int, int], LogitsProcessorList] | None = None
+    row_processors: Callable[[int, Sequence[int], int], RowProcessors] | None = None
     settings: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -139,9 +125,9 @@ class Sampling:
 
     def scores(self, logits: Tensor, history: History | None = None) -> Tensor:
         """logits [B, S, V] -> float32 scores [B, S, V]; `history` must be given iff the call has row processors."""
-        scores = logits.to(torch.float32)
+        scores = logits.to(torch.float32, copy=history is not None)
         if history is not None:
-            scores = self._process(scores, history)
+            scores = apply_processors(scores, history)
         if self.greedy:
             return scores
         # Shift before dividing: at T = 1e-4 the scores stay finite, and 0 / T is exactly 0 at the maximum.
@@ -151,17 +137,6 @@ class Sampling:
         for warper in self.warpers:
             flat = warper(no_text, flat)
         return flat.reshape(scores.shape)
-
-    def _process(self, scores: Tensor, history: History) -> Tensor:
-        rows = []
-        for b, processors in enumerate(history.processors):
-            if processors is None or history.known[b] is None:
-                rows.append(scores[b])
-                continue
-            real = history.counts[b]
-            columns = [processors(history.prefix(b, s)[None], scores[b, s][None].clone())[0] for s in range(real)]
-            rows.append(torch.cat([torch.stack(columns), scores[b, real:]]))
-        return torch.stack(rows)
 
     def choose(self, scores: Tensor, stream: Tensor) -> Tensor:
         """The token that plain decoding emits: scores [..., V], stream [...] -> ids [...]."""
@@ -176,7 +151,10 @@ TEXT_FIELDS = (
     "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty",
     "suppress_tokens", "begin_suppress_tokens",
 )  # fmt: skip
-WARPER_FIELDS = ("top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
+WARPER_FIELDS = (
+    "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h", "renormalize_logits",
+)  # fmt: skip
+OWN_FIELDS = ("presence_penalty", "frequency_penalty")  # of no GenerationConfig
 _NEUTRAL: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": None, "typical_p": 1.0, "repetition_penalty": 1.0}
 
 
@@ -186,11 +164,14 @@ def build_sampling(
     temperature: float,
     eos: Sequence[int],
     user_processors: Sequence[Any],
-    prefix_allowed_tokens_fn: Any,
+    allowed: Any,
     device: torch.device,
+    returned: int = 1,
 ) -> Sampling:
-    """A `Sampling` from GenerationConfig fields by their own names (values already checked, see config.py)."""
-    active = {name: value for name, value in fields.items() if value is not None}
+    """A `Sampling` from GenerationConfig fields by their own names (values already checked, see config.py), those of
+    `OWN_FIELDS`, and a user's processors. allowed: transformers' prefix_allowed_tokens_fn; returned: rows a prompt."""
+    active = {name: value for name, value in fields.items() if value is not None and name not in OWN_FIELDS}
+    presence, frequency = (fields.get(name) or 0.0 for name in OWN_FIELDS)
     if active.get("min_p") == 0.0:
         del active["min_p"]
 
@@ -199,23 +180,40 @@ def build_sampling(
         # Greedy configs are left without warper fields: transformers does not read them there, but warns about them.
         unused = set(chosen) | (set() if sample else set(WARPER_FIELDS))
         neutral = {name: value for name, value in _NEUTRAL.items() if name not in unused}
+        neutral.update(num_beams=1, num_return_sequences=1)  # read for prefix_allowed_tokens_fn
         config = GenerationConfig(do_sample=sample, max_length=prompt_len + max_new, **neutral, **chosen)
         config._eos_token_tensor = torch.tensor(list(eos), device=device) if eos else None
         return GenerationMixin._get_logits_processor(
             model, config, input_ids_seq_length=prompt_len, device=str(device), model_kwargs={}, **extra
         )
 
-    warpers = tuple(
-        w for w in processors(True, WARPER_FIELDS, 1, 1) if not isinstance(w, TemperatureLogitsWarper)
-    )
-    if not (any(name in active for name in TEXT_FIELDS) or user_processors or prefix_allowed_tokens_fn):
+    warpers = tuple(w for w in processors(True, WARPER_FIELDS, 1, 1) if not isinstance(w, TemperatureLogitsWarper))
+    text_fields = any(name in active for name in TEXT_FIELDS) or presence or frequency
+    if not (text_fields or user_processors or allowed):
         return Sampling(temperature, warpers)
 
-    def row_processors(prompt_len: int, max_new: int) -> LogitsProcessorList:
-        extra = {
-            "logits_processor": LogitsProcessorList(user_processors),
-            "prefix_allowed_tokens_fn": prefix_allowed_tokens_fn,
-        }
-        return LogitsProcessorList(processors(False, TEXT_FIELDS, prompt_len, max_new, **extra))
+    @cache
+    def shared(prompt_len: int, max_new: int) -> list[Any]:
+        extra = {"logits_processor": LogitsProcessorList(user_processors)}
+        return processors(False, TEXT_FIELDS, prompt_len, max_new, prefix_allowed_tokens_fn=allowed, **extra)
+
+    def own(processor: Any, row: int, prompt: Sequence[int]) -> Any:
+        if isinstance(processor, PrefixProcessor):
+            return PrefixStates(processor, prompt)
+        if allowed is not None and type(processor) is PrefixConstrainedLogitsProcessor:
+            return PrefixStates(AllowedTokens(allowed, row // returned, device), prompt)
+        return processor
+
+    def row_processors(row: int, prompt: Sequence[int], max_new: int) -> RowProcessors:
+        made = RowProcessors(own(p, row, prompt) for p in shared(len(prompt), max_new))
+        if presence or frequency:
+            made.insert(_after_repetition(made), PresenceFrequencyPenalty(presence, frequency, len(prompt)))
+        return made
 
     return Sampling(temperature, warpers, row_processors)
+
+
+def _after_repetition(processors: Sequence[Any]) -> int:
+    """Where presence and frequency penalties belong: behind the repetition penalty, as in vLLM."""
+    before = (SequenceBiasLogitsProcessor, RepetitionPenaltyLogitsProcessor)
+    return next((i for i, p in enumerate(processors) if type(p) not in before), len(processors))

@@ -134,10 +134,10 @@ def tree_pass(
         depths[kind, :held] = shape.depths[:held]
         sees[kind, : len(columns), :held] = shape.ancestors[list(columns), :held]
     return TreePass(
-        _to(np.asarray(starts, dtype=np.int64), device),
-        _to(offsets[of_row], device),
-        _to(depths[of_row], device),
-        _to(sees[of_row], device),
+        array_on(np.asarray(starts, dtype=np.int64), device),
+        array_on(offsets[of_row], device),
+        array_on(depths[of_row], device),
+        array_on(sees[of_row], device),
     )
 
 
@@ -171,7 +171,10 @@ class TreeLayout:
             tested_at[kind, :nodes] = shape.tested_at[:nodes]
         levels = max(shape.levels for shape in shapes)
         return TreeLayout(
-            _to(depths[of_row], device), _to(children[of_row], device), _to(tested_at[of_row], device), levels
+            array_on(depths[of_row], device),
+            array_on(children[of_row], device),
+            array_on(tested_at[of_row], device),
+            levels,
         )
 
 
@@ -181,7 +184,8 @@ def moves(row: int, columns: Sequence[int], start: int) -> list[tuple[int, int, 
     return [(row, start + column, start + 1 + i) for i, column in enumerate(columns) if column != i + 1]
 
 
-def _to(values: np.ndarray, device: torch.device) -> Tensor:
+def array_on(values: np.ndarray, device: torch.device) -> Tensor:
+    """A host array as a tensor on `device`, without making the host wait for the device."""
     tensor = torch.from_numpy(values)
     if device.type != "cuda":
         return tensor.to(device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -96,7 +97,7 @@ def test_bad_input_is_one_line_and_status_2(rows: Path, tmp_path: Path) -> None:
     bad.write_text("[1, 2]\n[1, true]\n", encoding="utf-8")
     assert "bad.jsonl line 2 is no list of token ids" in refused("lookup", "create", "--ids", str(bad), "--out", out)
     bad.write_text("[1, 2\n", encoding="utf-8")
-    assert "bad.jsonl line 1 is no JSON" in refused("lookup", "create", "--ids", str(bad), "--out", out)
+    assert "bad.jsonl line 1: not JSON" in refused("lookup", "create", "--ids", str(bad), "--out", out)
     bad.write_text("[1, 4294967296]\n", encoding="utf-8")
     assert "ids are in" in refused("lookup", "create", "--ids", str(bad), "--out", out)
     assert "need a tokenizer" in refused("lookup", "create", "--prompt", "a", "--out", out)
@@ -119,3 +120,21 @@ def test_a_made_file_drafts_from_the_command_line(tmp_path: Path) -> None:
     )  # fmt: skip
     assert json.dumps(made["provenance"]).count(out) == 1
     assert made["stats"]["strategies"]["ngram-cache"]["draft_tokens"] > 0
+
+
+def test_what_json_cannot_hold_is_one_clear_line(tmp_path: Path) -> None:
+    for name, text in (("deep", "[" * 100_000), ("big", "[" + "1" * 5_000 + "]")):
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text(text, encoding="utf-8")
+        assert f"{name}.jsonl line 1: not JSON" in refused(
+            "lookup", "create", "--ids", str(file), "--out", str(tmp_path / "x.bin")
+        )
+
+
+def test_a_device_is_not_replaced_by_a_file(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    ids = tmp_path / "ids.jsonl"
+    ids.write_text("[1, 2, 3]\n", encoding="utf-8")
+    assert "it is no regular file" in refused("lookup", "create", "--ids", str(ids), "--out", str(pipe))
+    assert pipe.is_fifo()

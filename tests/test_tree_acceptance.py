@@ -19,12 +19,12 @@ from specdec.sampling import Purpose, Sampling, exponential, fold, race, streams
 from specdec.trees import Parents, TreeLayout, chain_parents, shape_of
 from tests.helpers.branching import FAULTS, FIRST, Language, block_of, draft, sample
 from tests.helpers.broken import BROKEN_RULES, BROKEN_TREE_RULES
-from tests.helpers.laws import fit
+from tests.helpers.laws import fit, samples
 from tests.test_acceptance import check, make_block
 
 V = 6
 TARGET, SOURCE = Language.random(1, V), Language.random(2, V)
-SAMPLES, CONTROL_SAMPLES = 60_000, 20_000
+SAMPLES, CONTROL_SAMPLES = samples(60_000), 20_000
 
 
 # -- the walk, against an oracle -------------------------------------------------------------------------------------
@@ -193,10 +193,12 @@ PLANS: dict[str, Any] = {
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("rule", [LEVIATHAN, MATCH, COUPLED], ids=lambda r: r.name)
-def test_three_tokens_after_a_tree_follow_the_targets_law(rule: AcceptanceRule, plan: str) -> None:
+def test_three_tokens_after_a_tree_follow_the_targets_law(
+    rule: AcceptanceRule, plan: str, record_property: Any
+) -> None:
     cells, verdict = sample(TARGET, SOURCE, plan_parents(PLANS[plan]), rule, SAMPLES)
     result = fit(cells, TARGET.three_tokens())
-    print(f"{rule.name}, {plan}: {result}, accepted {float(verdict.accepted.float().mean()):.2f}")
+    record_property("fit", str(result))
     assert result.holds, str(result)
     assert 0.3 < float(verdict.accepted.float().mean()) < 2.9
 
@@ -224,18 +226,18 @@ def test_a_deterministic_tree_follows_the_targets_law_under_leviathan() -> None:
 
 
 @pytest.mark.parametrize("name", BROKEN_TREE_RULES)
-def test_a_broken_tree_rule_is_rejected(name: str) -> None:
+def test_a_broken_tree_rule_is_rejected(name: str, record_property: Any) -> None:
     cells, _ = sample(TARGET, SOURCE, plan_parents((2, 2)), BROKEN_TREE_RULES[name], CONTROL_SAMPLES)
     result = fit(cells, TARGET.three_tokens())
-    print(name, result)
+    record_property("fit", str(result))
     assert not result.holds, str(result)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_broken_tree_drafter_is_rejected(fault: str) -> None:
+def test_a_broken_tree_drafter_is_rejected(fault: str, record_property: Any) -> None:
     cells, _ = sample(TARGET, SOURCE, plan_parents((3, 2)), LEVIATHAN, CONTROL_SAMPLES, fault)
     result = fit(cells, TARGET.three_tokens())
-    print(fault, result)
+    record_property("fit", str(result))
     assert not result.holds, str(result)
 
 

@@ -15,7 +15,7 @@ from specdec.drafters.draft_tree import parse_plan, plan_parents
 from specdec.runner import Runner, Shapes
 from specdec.stats import RoundRecord, Tally
 from specdec.trees import shape_of, tree_pass
-from tests.helpers.laws import cell, fit, small_model, three_token_law
+from tests.helpers.laws import cell, fit, samples, small_model, three_token_law
 from tests.helpers.playing import check_counts, counting_passes, rest_of, weaker
 from tests.helpers.tiny import tiny_model
 from tests.oracle import oracle_greedy, oracle_logits
@@ -152,10 +152,10 @@ LOSSLESS: dict[str, tuple[str, Any, dict[str, Any]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSLESS)
-def test_texts_drafted_as_trees_follow_the_targets_law(name: str) -> None:
+def test_texts_drafted_as_trees_follow_the_targets_law(name: str, record_property: Any) -> None:
     """Three tokens over as many rounds as they take, drafted, verified and compacted by the engine."""
     acceptance, drafter, law = LOSSLESS[name]
-    vocab, prompt, n = 13, [5, 7, 5, 7, 5], 1_500 if "penalty" in name else 4_000
+    vocab, prompt, n = 13, [5, 7, 5, 7, 5], samples(1_500 if "penalty" in name else 4_000)
     decoder = SpeculativeDecoder(small_model(3, vocab), small_model(1, vocab), strategies=[], check=False)
     options = {"temperature": 0.8, "acceptance": acceptance, "keep_state": True, **law}
     decoder.generate(prompt, max_new_tokens=1, **options)
@@ -163,7 +163,7 @@ def test_texts_drafted_as_trees_follow_the_targets_law(name: str) -> None:
         prompt, max_new_tokens=3, strategies=[drafter], num_return_sequences=n, batch_size=2_000, **options
     )
     result = fit(cell(out.token_ids, vocab), three_token_law(small_model(3, vocab), prompt, 0.8, **law))
-    print(name, result)
+    record_property("fit", str(result))
     assert result.holds, str(result)
     assert 0.05 < out.stats.acceptance_rate_per_position[0] < 0.98
 

@@ -35,6 +35,9 @@ def bench(
     dtype: Annotated[str | None, typer.Option(help="exactness: float32, bfloat16 or float16.")] = None,
     part: Annotated[list[str] | None, typer.Option(help="exactness: only this part; several times.")] = None,
     time_limit: Annotated[float | None, typer.Option(help="exactness: seconds after which no run starts.")] = None,
+    shared_device: Annotated[
+        bool, typer.Option("--shared-device", help="exactness: other work runs there too: leave times out.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="Also write the JSON document to this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
@@ -47,6 +50,7 @@ def bench(
         raise SpecdecError("bench needs --smoke or --exactness, one of them")
     options = given(
         inflate=inflate, prompts=prompts, max_new_tokens=max_new_tokens, device=device, dtype=dtype,
+        shared_device=shared_device or None,
     )  # fmt: skip
     others = given(config=config, target=target, draft=draft, part=part, time_limit=time_limit, **options)
     foreign = list(others) if smoke else [n for n, v in (("quick", quick), ("suite", suite)) if v]

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from specdec.drafters import make_drafters
 from specdec.errors import SpecdecError
+from specdec.texts import parse_yaml
 
 
 def given(**options: Any) -> dict[str, Any]:
@@ -58,8 +57,5 @@ def extra_options(pairs: Sequence[str]) -> dict[str, Any]:
         name, separator, value = pair.partition("=")
         if not separator or not name:
             raise SpecdecError(f"--option: expected name=value, got {pair!r}")
-        try:
-            options[name.strip()] = yaml.safe_load(value)
-        except yaml.YAMLError:
-            raise SpecdecError(f"--option {name}: cannot read the value {value!r}") from None
+        options[name.strip()] = parse_yaml(value, f"--option {name}: the value {value!r}")
     return options

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,6 +16,7 @@ from specdec.drafters.lookup_cache import LONGEST, LookupCache
 from specdec.errors import SpecdecError
 from specdec.loading import load_tokenizer
 from specdec.research.lookup import chunk_count, lookup_stats
+from specdec.texts import parse_json
 
 STATIC_SIZE = 2  # n-grams of upstream's static files, the only ones it looks up there
 
@@ -169,10 +169,7 @@ def _id_lines(file: Path) -> list[list[int]]:
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise SpecdecError(f"{file} line {number} is no JSON: {error.msg}") from None
+        row = parse_json(line, f"{file} line {number}")
         if not isinstance(row, list) or not all(type(token) is int and token >= 0 for token in row):
             raise SpecdecError(f"{file} line {number} is no list of token ids")
         rows.append(row)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import yaml
-
 from specdec.config import unknown_name
 from specdec.drafters.base import Draft, Drafter, DraftRequest
 from specdec.drafters.draft_model import DraftModel
@@ -19,6 +17,7 @@ from specdec.drafters.prompt_lookup import PromptLookup
 from specdec.drafters.suffix import Suffix
 from specdec.drafters.suffix_index import SuffixStore
 from specdec.errors import SpecdecError
+from specdec.texts import parse_yaml
 
 STRATEGIES: dict[str, type[Any]] = {
     "draft-model": DraftModel,
@@ -71,7 +70,7 @@ def _option(strategy: str, text: str) -> tuple[str, Any]:
     key, separator, value = text.partition("=")
     if not separator:
         raise SpecdecError(f"strategy {strategy!r}: expected key=value, got {text!r}")
-    return key, yaml.safe_load(value)
+    return key, parse_yaml(value, f"strategy {strategy!r}: the value of {key}")
 
 
 def _named(name: str, options: Mapping[str, Any]) -> Any:

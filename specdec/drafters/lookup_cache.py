@@ -149,8 +149,8 @@ class LookupCache:
         old = min(known, longest)
         array = as_array(ids[known - old :])
         listed = array.tolist()
-        if listed and not 0 <= min(listed) <= max(listed) < MAX_INT32:
-            raise SpecdecError(f"lookup cache: ids are in [0, {MAX_INT32}), got {min(listed)}..{max(listed)}")
+        if listed and not 0 <= min(listed) <= max(listed) <= MAX_INT32:
+            raise SpecdecError(f"lookup cache: ids are in [0, {MAX_INT32}], got {min(listed)}..{max(listed)}")
         if old == 0 and not self.parts and len(array) >= _WORTH_SORTING:
             for size, pairs in sorted_pairs(array, shortest, longest):
                 self.parts.update(_grouped(array, size, *pairs))
@@ -200,8 +200,9 @@ class LookupCache:
         Counts beyond int32, which the format has no room for, are written as the largest. Raises SpecdecError.
         """
         path = Path(path)
-        if path.is_dir():
-            raise SpecdecError(f"cannot write lookup cache {path}: it is a folder")
+        if path.exists() and not path.is_file():  # a new file would take a device's place
+            kind = "a folder" if path.is_dir() else "no regular file"
+            raise SpecdecError(f"cannot write lookup cache {path}: it is {kind}")
         unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
         try:
             with unfinished.open("xb") as file:

@@ -283,7 +283,11 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The commit of the checkout that runs, with `+` where files differ from it; None outside a checkout."""
+    """The commit of the checkout that runs, with `+` where files differ from it; SPECDEC_COMMIT overrides it, for
+    copies of a checkout; None where neither is there."""
+    given = os.environ.get("SPECDEC_COMMIT")
+    if given:
+        return given
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None

@@ -12,14 +12,13 @@ A file of your own holds one JSON object a line with `turns` (a list of strings)
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from specdec.errors import SpecdecError
+from specdec.texts import parse_json
 
 DATA = Path(__file__).parent / "data"
 DATASETS = {
@@ -99,10 +98,7 @@ def _read(name: str, path: Path, turns: str) -> Iterator[Prompt]:
 
 
 def _parse(line: str, name: str, number: int, turns: str, where: str) -> Prompt:
-    try:
-        record: Any = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise SpecdecError(f"{where}: not JSON: {error.msg}") from error
+    record = parse_json(line, where)
     if not isinstance(record, dict) or not ("turns" in record or "prompt" in record):
         raise SpecdecError(f"{where}: expected an object with `turns` (a list of strings) or `prompt` (a string)")
     texts = record["turns"] if "turns" in record else [record["prompt"]]

@@ -312,7 +312,9 @@ class _Question:
         sampling, settings = self._call.sampling, self._call.settings
         history = None
         if sampling.row_processors is not None:
-            processors = sampling.row_processors(self.prompt_length, settings.max_new_tokens)
+            prompt = self.known[: self.prompt_length]
+            processors = sampling.row_processors(self.row, prompt, settings.max_new_tokens)
+            processors.commit(self.known[self.prompt_length :])
             ids = to_device(self.known, logits.device)
             history = History([ids[:-1]], ids[None, -1:], [processors], [1])
         scores = sampling.scores(logits[None, None], history)[0, 0]

@@ -17,7 +17,6 @@ belongs into `Group`, beside `exact`.
 from __future__ import annotations
 
 import copy
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -70,6 +69,7 @@ class ExactnessConfig:
     temperature: float = 0.8
     seed: int = 0
     reports: int = 3
+    shared_device: bool = False
     chains: Mapping[str, Sequence[Any]] = field(
         default_factory=lambda: {
             "draft-model": ("draft-model:n_max=3",),
@@ -132,7 +132,7 @@ def run_exactness(
     save: Callable[[dict[str, Any]], None] = lambda result: None,
 ) -> dict[str, Any]:
     """Run the parts. time_limit: seconds after which no run starts; what it keeps from running is listed as skipped.
-    `save` gets the result so far after every group. Outside a checkout the commit is taken from SPECDEC_COMMIT. Raises
+    `save` gets the result so far after every group. Raises
     SpecdecError for bad input."""
     if not config.chains:
         raise SpecdecError("exactness: chains is empty: name at least one")
@@ -143,7 +143,7 @@ def run_exactness(
     deadline = Deadline(started, time_limit)
     result: dict[str, Any] = {
         "benchmark": "exactness", "config": config.to_dict(), "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "commit": commit() or os.environ.get("SPECDEC_COMMIT"), "versions": versions(), "machine": machine(),
+        "commit": commit(), "versions": versions(), "machine": machine(),
         "models": {}, "content": {}, "groups": [],
     }  # fmt: skip
     progress("loading the models")

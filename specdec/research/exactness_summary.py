@@ -41,6 +41,7 @@ def exact_holds(result: Entry) -> bool:
 
 def rows(result: Entry) -> Iterator[RunRow]:
     """The runs, in their order; skipped groups as one row."""
+    shared = result["config"].get("shared_device", False)
     for group in result["groups"]:
         head = (group["part"], setting(group, result["config"]["temperature"]), group["exact"])
         if "skipped" in group:
@@ -52,10 +53,11 @@ def rows(result: Entry) -> Iterator[RunRow]:
                 yield RunRow(*head, name, None, group["prompts"], "", skipped=run["skipped"])
                 continue
             verdicts = Counter(report["verdict"] for report in run["reports"])
+            speed = run["tokens_per_second"]
+            times = (None, None, None) if shared else (speed, None if fastest is None else speed / fastest, cost)
             yield RunRow(
                 *head, name, run["identical"], group["prompts"], ", ".join(f"{n} {v}" for v, n in verdicts.items()),
-                run["tokens_per_second"], None if fastest is None else run["tokens_per_second"] / fastest,
-                run["tokens_per_round"], run["acceptance"], cost,
+                times[0], times[1], run["tokens_per_round"], run["acceptance"], times[2],
             )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ def made_with(result: dict[str, Any]) -> str:
     """Where and with what a result was made."""
     machine, versions = result["machine"], result["versions"]
     return (
-        f"{result['date']}, {machine['processor']}, numpy {versions['numpy']}, specdec {versions['specdec']} at "
+        f"{result['date']}, {machine['processor']}, Python {versions['python']}, specdec {versions['specdec']} at "
         f"commit {result['commit']}"
     )
 

@@ -103,24 +103,31 @@ FAULTS = (
     "drops-low-q",  # a sampled token is taken back because its q is low
     "n-min-discards",  # a sampled draft is thrown away because it became too short
     "cuts-outside-vocabulary",  # draws from a larger vocabulary, and ends the draft at a token outside
+    "reuses-noise",  # numbers keyed by position alone, and a controller that has seen what they gave the last time
 )
 
 
 class SampledDrafter:
     """Samples from a model with full forward passes, from a torch generator of its own; claims q. A `fault` breaks it.
 
-    `vocab`: the target's. `p_min` ends a draft before a position where the top probability is lower, as it may.
+    `vocab`: the target's. `keyed`: counter-based numbers and a controller of lengths. `p_min` ends a draft before a
+    position where the top probability is lower, as it may.
     """
 
     name = "sampled"
 
-    def __init__(self, model: Any, vocab: int, fault: str | None = None, n_max: int = 2, temperature: float = 0.8):
+    def __init__(
+        self, model: Any, vocab: int, fault: str | None = None, n_max: int = 2, temperature: float = 0.8,
+        keyed: bool = False,
+    ):  # fmt: skip
+        self.keyed = keyed or fault == "reuses-noise"  # counter-based numbers, and a controller
         self.model, self.vocab, self.fault, self.n_max, self.temperature = model, vocab, fault, n_max, temperature
         self.p_min = 0.28 if fault == "n-min-discards" else 0.0
         self.generator = torch.Generator().manual_seed(7)
+        self.seen: dict[int, dict[int, int]] = {}  # row -> position -> what was last drafted there
 
     def begin(self, row: int, prompt: Any) -> None:
-        return None
+        self.seen.pop(row, None)
 
     def accept(self, row: int, n_accepted: int, is_other: bool) -> None:
         return None
@@ -130,14 +137,32 @@ class SampledDrafter:
         laws, tokens = [], []
         for _ in range(self.n_max):
             law = self._law(texts)
-            token = law.argmax(dim=-1) if self.fault == "argmax-judged-as-sampled" else self._sample(law)
+            if self.fault == "argmax-judged-as-sampled":
+                token = law.argmax(dim=-1)
+            elif self.fault in ("reuses-noise", None) and self.keyed:
+                token = race(law, self._streams(requests, texts))
+            else:
+                token = self._sample(law)
             for text, x in zip(texts, token.tolist(), strict=True):
                 text.append(x)
             laws.append(law)
             tokens.append(token)
         claims = [laws[0], *laws[:-1]] if self.fault == "stale-q" else laws
         q, drawn = torch.stack(claims, dim=1), torch.stack(tokens, dim=1)
-        return [self._draft(q[i], drawn[i], min(self.n_max, r.n_max)) for i, r in enumerate(requests)]
+        limits = [min(self.n_max, r.n_max) if self._wanted(r) else 0 for r in requests]
+        for r, row in zip(requests, drawn.tolist(), strict=True):
+            self.seen[r.row] = {len(r.tokens) + 1 + i: token for i, token in enumerate(row)}
+        return [self._draft(q[i], drawn[i], limits[i]) for i in range(len(requests))]
+
+    def _streams(self, requests: Sequence[DraftRequest], texts: list[list[int]]) -> Tensor:
+        fresh = self.fault is None
+        keys = [r.noise.round_key if fresh else r.noise.key for r in requests if r.noise is not None]
+        return streams(torch.tensor(keys), torch.tensor([len(text) for text in texts]), Purpose.DRAFT)
+
+    def _wanted(self, request: DraftRequest) -> bool:
+        """The controller: not after a low id at this position, which lay behind the last round's rejection."""
+        last = self.seen.get(request.row, {}).get(len(request.tokens) + 1)
+        return not self.keyed or last is None or last >= self.vocab // 2
 
     @torch.no_grad()
     def _law(self, texts: list[list[int]]) -> Tensor:

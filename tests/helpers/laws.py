@@ -6,17 +6,26 @@ min-p) and the repetition penalty are written from their definitions, in float64
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
 import torch
+from scipy.stats import gamma
+
+Adjust = Callable[[np.ndarray, np.ndarray, int], np.ndarray]
 
 SIMULATIONS = 10_000
 LEVEL = 0.001  # how often an exact sampler may be rejected, over all tests of one family
 THIN = 8.0  # cells that expect fewer samples are pooled
+
+
+def samples(default: int) -> int:
+    """How many samples a case draws: at least SPECDEC_SAMPLES, which scripts/measure_laws.py sets."""
+    return max(default, int(os.environ.get("SPECDEC_SAMPLES", "0")))
 
 
 def small_model(seed: int, vocab: int, spread: float = 0.25) -> Any:
@@ -30,10 +39,16 @@ def small_model(seed: int, vocab: int, spread: float = 0.25) -> Any:
 
 
 def next_laws(
-    logits: np.ndarray, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+    logits: np.ndarray,
+    temperature: float,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    typical_p: float = 1.0,
 ) -> np.ndarray:
     """Logits [n, V] -> laws [n, V]: temperature, then the top_k largest, then the smallest set of largest tokens whose
-    mass reaches top_p, then tokens of at least min_p times the largest; each cut renormalises."""
+    mass reaches top_p, then tokens of at least min_p times the largest, then the smallest set of mass typical_p whose
+    surprise is nearest to the entropy; each cut renormalises."""
     scaled = logits.astype(np.float64) / temperature
     p = np.exp(scaled - scaled.max(axis=-1, keepdims=True))
     p /= p.sum(axis=-1, keepdims=True)
@@ -50,6 +65,14 @@ def next_laws(
     if min_p > 0:
         p = np.where(p >= min_p * p.max(axis=-1, keepdims=True), p, 0.0)
         p /= p.sum(axis=-1, keepdims=True)
+    if typical_p < 1:
+        surprise = -np.log(np.maximum(p, 1e-300))
+        entropy = (p * surprise).sum(axis=-1, keepdims=True)
+        order = np.argsort(np.where(p > 0, np.abs(surprise - entropy), np.inf), axis=-1, kind="stable")
+        sorted_p = np.take_along_axis(p, order, axis=-1)
+        before = np.cumsum(sorted_p, axis=-1) - sorted_p
+        p = np.where(np.take_along_axis(before, np.argsort(order, axis=-1), axis=-1) < typical_p, p, 0.0)
+        p /= p.sum(axis=-1, keepdims=True)
     return p
 
 
@@ -64,9 +87,17 @@ def _penalised(logits: np.ndarray, texts: np.ndarray, penalty: float) -> np.ndar
 
 @torch.no_grad()
 def three_token_law(
-    model: Any, prompt: Sequence[int], temperature: float, repetition_penalty: float = 1.0, **cuts: float
+    model: Any,
+    prompt: Sequence[int],
+    temperature: float,
+    repetition_penalty: float = 1.0,
+    adjust: Adjust | None = None,
+    **cuts: float,
 ) -> np.ndarray:
-    """P(x1, x2, x3 | prompt) as float64 [V**3], from full forward passes over all V**2 texts."""
+    """P(x1, x2, x3 | prompt) as float64 [V**3], from full forward passes over all V**2 texts.
+
+    adjust(logits [n, V], texts [n, t], length of the prompt): any other change of the logits that depends on the text.
+    """
     vocab = model.get_input_embeddings().weight.shape[0]
     pairs = np.stack(np.meshgrid(np.arange(vocab), np.arange(vocab), indexing="ij"), axis=-1).reshape(-1, 2)
     texts = np.concatenate([np.tile(np.asarray(prompt), (len(pairs), 1)), pairs], axis=1)
@@ -75,6 +106,8 @@ def three_token_law(
     for i in range(3):
         at = len(prompt) - 1 + i
         seen = _penalised(logits[:, at], texts[:, : at + 1], repetition_penalty)
+        if adjust is not None:
+            seen = adjust(seen, texts[:, : at + 1], len(prompt))
         laws.append(next_laws(seen, temperature, **cuts))  # type: ignore[arg-type]
     first, second, third = laws  # [V**2, V] each, indexed by (x1, x2)
     rows = np.arange(len(pairs))
@@ -98,9 +131,12 @@ def _critical(expected: tuple[float, ...], n: int, tests: int) -> float:
     rng = np.random.default_rng(20240229)
     means = np.asarray(expected)
     p = means / means.sum()
-    size = max(SIMULATIONS, int(10 * tests / LEVEL))
-    exact = [chi_square(rng.multinomial(n, p, size=1000), means) for _ in range(-(-size // 1000))]
-    return float(np.quantile(np.concatenate(exact), 1 - LEVEL / tests))
+    exact = np.concatenate([chi_square(rng.multinomial(n, p, size=1000), means) for _ in range(SIMULATIONS // 1000)])
+    if tests == 1:
+        return float(np.quantile(exact, 1 - LEVEL))
+    # Further out than the simulations reach: a gamma law of their mean and variance (a scaled chi-square).
+    scale = exact.var() / exact.mean()
+    return float(gamma.ppf(1 - LEVEL / tests, exact.mean() / scale, scale=scale))
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ Factory = Callable[[str, Mapping[str, Any]], Any]
 def load(name: str) -> Any:
     """A JSON file of the folder; skips the test where another folder lacks it."""
     path = FOLDER / name
+    assert FOLDER.is_dir(), f"SPECDEC_VECTORS names no folder: {FOLDER}"
     if not path.is_file():
         pytest.skip(f"{FOLDER} has no {name}")
     return json.loads(path.read_text(encoding="utf-8"))

@@ -1,0 +1,133 @@
+"""What a user's logits processor must be, and how far that can be checked: a function of (input_ids, scores).
+
+Under speculative decoding a processor is called on drafted prefixes that may be rejected, on several of one length,
+and for the draft model as well as for the target. One whose result depends on its earlier calls then changes the law
+of the output. Classes of transformers that are known to do so are refused by name. Others are tried out on copies at
+the start of a call: the same call twice, and the same call after other calls, must give the same result, and
+repeating a call must leave the object as it was. What keeps its state elsewhere (a closure, a global, the random
+generator of torch) can only be caught by its results, so the check is no proof.
+
+A processor that changes its attributes but not its results - a logger, a timer - says so with `prefix_only = True`.
+One whose state follows the text belongs into `specdec.constraints`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.constraints import PrefixProcessor
+from specdec.errors import SpecdecError
+
+# Why each cannot see speculative prefixes; names, because some of them exist in some versions only.
+REFUSED = {
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor": "it runs the model itself and keeps a cache of its calls",
+    "ClassifierFreeGuidanceLogitsProcessor": "it needs a second, unconditional row beside every row",
+    "DiaClassifierFreeGuidanceLogitsProcessor": "it needs a second, unconditional row beside every row",
+    "DiaEOSDelayPatternLogitsProcessor": "it remembers in which step a channel ended",
+    "SynthIDTextWatermarkLogitsProcessor": "it counts its calls and remembers their contexts",
+    "WhisperNoSpeechDetection": "it keeps the inputs and results of earlier calls",
+}
+_COMPARED = 1 << 16  # tensors of more numbers are compared by address and version
+_PROVIDED = "transformers.generation.logits_process"
+_HINT = "make it a function of (input_ids, scores), or give it a state that follows the text (specdec.constraints)"
+
+
+def check_processors(processors: Sequence[Any], prompt: Sequence[int], vocab: int, device: torch.device) -> None:
+    """Raise SpecdecError for a processor whose result visibly depends on more than its arguments."""
+    for processor in processors:
+        for kind in type(processor).__mro__:
+            if kind.__name__ in REFUSED:
+                raise SpecdecError(f"{kind.__name__} does not work with speculation: {REFUSED[kind.__name__]}")
+        provided = type(processor).__module__ == _PROVIDED
+        if not provided and not isinstance(processor, PrefixProcessor):
+            _try_out(processor, prompt, vocab, device)
+
+
+def _try_out(processor: Any, prompt: Sequence[int], vocab: int, device: torch.device) -> None:
+    name = getattr(processor, "__name__", type(processor).__name__)
+    ids = torch.tensor([list(prompt)], device=device)
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(1, vocab, generator=generator).to(device)
+    tried, other = _copy(processor), _copy(processor)
+    first = _call(tried, ids, scores)
+    before = _state(tried)
+    second = _call(tried, ids, scores)
+    if first is None or second is None:
+        return
+    if not _same(first, second):
+        raise SpecdecError(f"logits_processor {name}: two calls with the same arguments differ; {_HINT}")
+    if not getattr(processor, "prefix_only", False) and _differs(before, _state(tried)):
+        raise SpecdecError(
+            f"logits_processor {name}: a call changes its attributes; {_HINT}, or set prefix_only = True on it if "
+            "its results do not depend on them"
+        )
+    for token in (0, 1, vocab - 1):
+        branch = torch.cat([ids, ids.new_tensor([[token]])], dim=1)
+        after_others, alone = _call(tried, branch, scores), _call(_copy(other), branch, scores)
+        if after_others is not None and alone is not None and not _same(after_others, alone):
+            raise SpecdecError(f"logits_processor {name}: its result depends on earlier calls; {_HINT}")
+
+
+def _call(processor: Any, ids: Tensor, scores: Tensor) -> Tensor | None:
+    """The result, or None where the processor does not take a made-up text; the real call will say why."""
+    try:
+        result = processor(ids.clone(), scores.clone())
+    except Exception:
+        return None
+    return result if isinstance(result, Tensor) else None
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(torch.nan_to_num(a, nan=1e30), torch.nan_to_num(b, nan=1e30))
+
+
+def _shared(value: Any) -> bool:
+    """Things that are too large to copy, and that processors do not change."""
+    return isinstance(value, torch.nn.Module) or hasattr(value, "convert_ids_to_tokens")
+
+
+def _copy(processor: Any) -> Any:
+    """A copy with a state of its own, as far as it can be copied; functions are used as they are."""
+    if hasattr(processor, "__code__") or not hasattr(processor, "__dict__"):
+        return processor
+    try:
+        made = copy.copy(processor)
+        memo = {id(v): v for v in vars(processor).values() if _shared(v)}
+        vars(made).update(copy.deepcopy(dict(vars(processor)), memo))
+    except Exception:
+        return processor
+    return made
+
+
+def _state(processor: Any) -> dict[str, Any]:
+    """Attributes as comparable values."""
+    if hasattr(processor, "__code__"):
+        return {}
+    return {name: _frozen(value) for name, value in getattr(processor, "__dict__", {}).items() if not _shared(value)}
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        small = value.numel() <= _COMPARED
+        return (tuple(value.shape), value.tolist() if small else (value.data_ptr(), value._version))
+    if isinstance(value, torch.Generator):
+        return ("generator", value.get_state().tolist())
+    if isinstance(value, dict):
+        return {repr(k): _frozen(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_frozen(v) for v in (sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value)]
+    if hasattr(value, "__dict__") and not callable(value):
+        return (type(value).__name__, {k: _frozen(v) for k, v in vars(value).items() if v is not value})
+    return value
+
+
+def _differs(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    try:
+        return bool(a != b)
+    except Exception:  # values that cannot be compared say nothing
+        return False
