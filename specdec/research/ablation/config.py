@@ -177,13 +177,8 @@ class AblationConfig:
 
     def expand(self) -> list[Cell]:
         """Every cell once, in the order of the axes as they stand, pairs first, references before what they are for."""
-        axes = {"pair": tuple(self.pairs), "strategies": tuple(self.strategies), **self.axes}
+        axes = {"pair": tuple(self.pairs), "strategies": tuple(self.strategies) or (PLAIN,), **self.axes}
         points = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
-        if not self.strategies:
-            rest = {k: v for k, v in axes.items() if k != "strategies"}
-            points = [
-                {"strategies": PLAIN, **dict(zip(rest, v, strict=True))} for v in itertools.product(*rest.values())
-            ]
         points += [{"pair": next(iter(self.pairs)), **cell} for cell in self.cells]
         names = list(dict.fromkeys(name for point in points for name in ("pair", *point)))
         found: dict[str, Cell] = {}

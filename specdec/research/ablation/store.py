@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specdec.config import PairConfig, from_dict
 from specdec.errors import SpecdecError
 from specdec.provenance import versions
 from specdec.research.ablation.config import AblationConfig, Cell, content_hash
@@ -141,11 +140,6 @@ def cell_to_dict(cell: Cell) -> dict[str, Any]:
         "strategies": [dict(s) for s in cell.strategies], "generation": dict(cell.generation),
         "settings": dict(cell.settings), "seed": cell.seed, "batch_size": cell.batch_size,
     }  # fmt: skip
-
-
-def models_of(cell: Mapping[str, Any]) -> PairConfig:
-    """The loading options of a cell of a manifest."""
-    return from_dict(PairConfig, cell["models"], "cell.models")
 
 
 def _text_of(value: Any) -> Any:
