@@ -17,7 +17,7 @@ from specdec.cli import app
 from specdec.errors import SpecdecError
 from specdec.research import plots
 from specdec.research.ablation import AblationConfig, as_rows, load_ablation, merge, run_ablation
-from specdec.research.ablation.summary import measured_costs, predicted_speedup, summarise, theoretical_speedup
+from specdec.research.ablation.summary import measured_costs, paired, predicted_speedup, summarise, theoretical_speedup
 from specdec.research.ablation.table import first_difference
 from specdec.research.compare import Laws, reasons
 from tests.helpers.grid import PROMPTS, grid, save_pair
@@ -135,6 +135,23 @@ def test_predicted_speedup_is_theory_with_the_measured_figures() -> None:
     assert (costs["draft_cost"], costs["width_cost"]) == (pytest.approx(0.1), pytest.approx(0.2))
     assert predicted_speedup(costs) == pytest.approx(3 / (1 + 4 * 0.1 + 0.2))
     assert theoretical_speedup(costs, 4) == pytest.approx(theory.speedup(0.8, 4, 0.1, 0.2))
+
+
+def test_settings_of_different_batches_are_paired_by_prompt() -> None:
+    """Their calls have different prompts: paired by call, prompts would be compared with others."""
+    counts = dict.fromkeys(
+        ("generated_tokens", "accepted_tokens", "tested_tokens", "draft_tokens", "drafted_rounds", "emitted_tokens",
+         "draft_seconds", "verify_seconds", "prefill_seconds"), 1.0,
+    )  # fmt: skip
+    rows = [
+        [{"prompt": f"p{i}", "seed": 0, "batch_size": size, "call": i // size, "rounds": i, "seconds": i, **counts}
+         for i in range(8)]
+        for size in (2, 4)
+    ]  # fmt: skip
+    mine, other = paired(*rows)
+    assert [c["seconds"] for c in mine] == [c["seconds"] for c in other] == list(range(8))
+    mine, _ = paired(rows[0], rows[0])
+    assert [c["seconds"] for c in mine] == [1, 5, 9, 13]
 
 
 def test_first_difference() -> None:

@@ -35,6 +35,7 @@ class Interval:
     high: float | None = None
 
     def to_dict(self) -> dict[str, float | None]:
+        """Plain data for JSON."""
         return {"value": self.value, "low": self.low, "high": self.high}
 
 

@@ -82,10 +82,12 @@ class Cell:
 
     @property
     def seed(self) -> int:
+        """The seed that the prompts' seeds are made of."""
         return int(self.generation.get("seed", 0))
 
     @property
     def batch_size(self) -> int:
+        """Prompts of a call, all of them in one pass."""
         return int(self.generation.get("batch_size", 1))
 
     @property

@@ -39,6 +39,7 @@ class Journal:
         os.fsync(self.file.fileno())
 
     def close(self) -> None:
+        """Let other processes have the file."""
         self.file.close()
 
     def __enter__(self) -> Journal:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import html
 import io
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -54,9 +55,9 @@ def render(manifest: Mapping[str, Any], rows: Sequence[Row], summary: Mapping[st
 
 
 def text(value: Any) -> str:
-    """Anything as text of the page."""
+    """Anything as text of the page; control characters and halves of characters, which it cannot hold, as U+FFFD."""
     shown = html.escape(str(value), quote=True)
-    return "".join(c if c in "\n\t" or c.isprintable() else "\ufffd" for c in shown)
+    return "".join(c if c in "\n\t" or unicodedata.category(c)[0] != "C" else "\ufffd" for c in shown)
 
 
 def interval(entry: Mapping[str, Any] | None, form: str = ".2f") -> str:

@@ -25,7 +25,7 @@ from specdec.config import PairConfig
 from specdec.decoder import SpeculativeDecoder
 from specdec.errors import SpecdecError
 from specdec.prompts import encode_prompts
-from specdec.provenance import hash_ids
+from specdec.provenance import hash_ids, versions
 from specdec.research.ablation.config import AblationConfig, Cell
 from specdec.research.ablation.journal import Journal
 from specdec.research.ablation.models import Shelf, by_models
@@ -123,6 +123,7 @@ class _Run:
     session: Session = field(default_factory=Session)
 
     def all(self) -> None:
+        """Every pair that has something missing."""
         groups = [group for group in by_models(self.plan.cells) if self._wanted(group[1])]
         places = [self.share.place(models) for models, _ in groups]
         shelf = Shelf()
@@ -226,6 +227,7 @@ class _Run:
         return [rows[p.id] for p in prompts]
 
     def write(self, rows: list[dict[str, Any]]) -> None:
+        """Put the rows of a call into the journal."""
         self.journal.append(rows)
         self.session.rows += len(rows)
         self.session.errors += sum(row["status"] == "error" for row in rows)
@@ -273,8 +275,10 @@ def row_of(out: Generation, index: int, seconds: float) -> dict[str, Any]:
 
 
 def _head(cell: Cell, prompt: Prompt, plan: Plan, number: int) -> dict[str, Any]:
+    made_with = versions()
     return {
         "kind": "row", "cell": cell.key, "prompt": prompt.id, "fingerprint": plan.fingerprint(prompt), "call": number,
+        "versions": ", ".join(f"{name} {made_with[name]}" for name in ("specdec", "torch", "transformers")),
     }  # fmt: skip
 
 

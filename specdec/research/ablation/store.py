@@ -47,6 +47,7 @@ class Plan:
         return content_hash([prompt.text, self.config.data.chat, self.config.data.longest])
 
     def manifest(self) -> dict[str, Any]:
+        """What run.json holds."""
         return {
             "config": self.config.to_dict(),
             "versions": versions(),

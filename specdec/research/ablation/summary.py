@@ -100,11 +100,11 @@ def references(sound: Sequence[Row], rows: Sequence[Row]) -> list[Row]:
     return [r for r in rows if not r["drafts"] and r["status"] == "ok" and (r["cell"], r["prompt"]) in wanted]
 
 
-def clustered(rows: Sequence[Row]) -> Clusters:
+def clustered(rows: Sequence[Row], by_call: bool = True) -> Clusters:
     """Sums by cluster: a prompt with all its seeds, or where several share a call, the call with all its prompts."""
     sums: Clusters = {}
     for row in rows:
-        key = row["prompt"] if row["batch_size"] == 1 else row["call"]
+        key = row["call"] if by_call and row["batch_size"] > 1 else row["prompt"]
         into = sums.setdefault(key, dict.fromkeys(_SUMMED, 0.0))
         for name in _SUMMED:
             into[name] += row[name] or 0
@@ -115,7 +115,8 @@ def paired(a: Sequence[Row], b: Sequence[Row]) -> tuple[list[Row], list[Row]]:
     """Clusters of two settings in the same order, made of the prompts and seeds that both have."""
     keys = [{(r["prompt"], r["seed"]) for r in side} for side in (a, b)]
     both = keys[0] & keys[1]
-    mine, other = (clustered([r for r in side if (r["prompt"], r["seed"]) in both]) for side in (a, b))
+    alike = len({r["batch_size"] for r in (*a, *b)}) == 1  # else the calls of the two have different prompts
+    mine, other = (clustered([r for r in side if (r["prompt"], r["seed"]) in both], alike) for side in (a, b))
     shared = [key for key in mine if key in other]
     return [mine[key] for key in shared], [other[key] for key in shared]
 

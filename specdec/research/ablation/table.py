@@ -14,6 +14,7 @@ them); seconds; and the gate:
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Any
 
 from specdec.errors import SpecdecError
 from specdec.research.ablation.config import PLAIN
-from specdec.research.ablation.journal import read_journals
+from specdec.research.ablation.journal import read_journals, write_atomically
 from specdec.research.ablation.store import read_manifest
 from specdec.stats import RoundRecord, Tally
 
@@ -29,7 +30,10 @@ TABLE = "table.parquet"
 SECONDS = ("seconds", "prefill_seconds", "draft_seconds", "verify_seconds", "other_seconds")
 TIMES = (*SECONDS, "tokens_per_second", "strategy_seconds")
 COUNTS = ("rounds", "drafted_rounds", "draft_tokens", "accepted_tokens", "generated_tokens")
-SETTINGS = ("pair", "strategies", "acceptance", "temperature", "seed", "batch_size")
+AS_THEY_ARE = (
+    "prompt_tokens", "prompt_hash", "row_seed", "finish_reason", "exact", "lossy", "versions", "tokens", "text",
+    "records",
+)  # fmt: skip
 Row = dict[str, Any]
 
 
@@ -99,10 +103,7 @@ def _flat(entry: Mapping[str, Any], cell: Mapping[str, Any], prompt: Mapping[str
         "category": prompt["category"], "call": entry["call"], "comparable": cell["comparable"],
         "drafts": bool(cell["strategies"]), "status": entry["status"], "error": entry["error"],
     }  # fmt: skip
-    plain = {
-        name: entry.get(name) for name in
-        ("prompt_tokens", "prompt_hash", "row_seed", "finish_reason", "exact", "lossy", "tokens", "text", "records")
-    }  # fmt: skip
+    plain = {name: entry.get(name) for name in AS_THEY_ARE}
     return {**head, **plain, **figures(entry), **{name: entry.get(name) for name in SECONDS}, **_rates(entry)}
 
 
@@ -178,9 +179,9 @@ def write_table(rows: Sequence[Row], path: Path) -> None:
         elif len({type(v) for v in values if v is not None}) > 1 or any(isinstance(v, dict) for v in values):
             values = [None if v is None else v if isinstance(v, str) else json.dumps(v) for v in values]
         plain[name] = values
-    temporary = path.with_name(f".{path.name}.part")
-    arrow.parquet.write_table(arrow.table(plain), temporary)
-    temporary.replace(path)
+    made = io.BytesIO()
+    arrow.parquet.write_table(arrow.table(plain), made)
+    write_atomically(path, made.getvalue())
 
 
 def as_rows(results: Any) -> list[Row]:
