@@ -5,6 +5,7 @@
     python scripts/measure_laws.py --out results/laws.json                 # docs/losslessness.md
     python scripts/measure_ngrams.py WHAT --out results/ngram_WHAT.json    # docs/ngram.md, cost and acceptance
     python scripts/measure_what_if.py WHAT --out results/what_if_WHAT.json # docs/analysis.md
+    python scripts/measure_ablation.py --out results/ablation_overhead.json                # docs/ablation.md
     python scripts/write_results.py
 
 A test fails when a block is not the one that its files give.
@@ -30,6 +31,7 @@ LAWS, LAWS_RESULTS = ROOT / "docs" / "losslessness.md", ROOT / "results" / "laws
 ANALYSIS, WHAT_IF_RESULTS = ROOT / "docs" / "analysis.md", sorted((ROOT / "results").glob("what_if_*.json"))
 NGRAM = ROOT / "docs" / "ngram.md"
 NGRAM_BLOCKS = {"ngram_cost.json": cost_block, "ngram_acceptance.json": acceptance_block}
+ABLATION, ABLATION_RESULTS = ROOT / "docs" / "ablation.md", ROOT / "results" / "ablation_overhead.json"
 START, END = "<!-- results:start -->", "<!-- results:end -->"
 TITLES = {
     "smollm2-135m": "SmolLM2-135M-Instruct, `prompt-lookup`",
@@ -162,6 +164,19 @@ def what_if_block(results: Sequence[dict[str, Any]]) -> str:
     return "\n\n".join(parts) or "Not measured yet."
 
 
+def ablation_block(result: dict[str, Any]) -> str:
+    """The Markdown of the runner's cost."""
+    session, machine = result["session"], result["machine"]
+    equal = result["rows_compared"] - result["rows_differing"]
+    return (
+        f"Measured by `scripts/measure_ablation.py` on {result['date']}: {machine['processor']}, {machine['threads']} "
+        f"threads. {result['cells']:,} cells of the embedded pair, one prompt and {result['tokens_per_row']} tokens a "
+        f"row: {session['decode']:.0f} s of decoding, {session['load']:.1f} s of loading, and "
+        f"{result['overhead']:.1%} of the decoding time for everything else, every row synced to the disk. "
+        f"{equal:,} of {result['rows_compared']:,} compared rows had plain decoding's text."
+    )
+
+
 def replaced(text: str, made: str) -> str:
     """A document with its block replaced."""
     before, rest = text.split(START, 1)
@@ -183,6 +198,8 @@ def documents() -> dict[Path, str]:
     if LAWS_RESULTS.is_file():
         made[LAWS] = laws_block(json.loads(LAWS_RESULTS.read_text(encoding="utf-8")))
     made[ANALYSIS] = what_if_block([json.loads(path.read_text(encoding="utf-8")) for path in WHAT_IF_RESULTS])
+    if ABLATION_RESULTS.is_file():
+        made[ABLATION] = ablation_block(json.loads(ABLATION_RESULTS.read_text(encoding="utf-8")))
     ngram = [(ROOT / "results" / name, make) for name, make in NGRAM_BLOCKS.items()]
     measured = [make(json.loads(path.read_text(encoding="utf-8"))) for path, make in ngram if path.is_file()]
     made[NGRAM] = "\n\n".join(measured) or "Not measured yet."

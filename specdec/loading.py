@@ -6,7 +6,7 @@ refused there, by name, before a weight is loaded. Two models of different hidde
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,16 +76,18 @@ class LoadedPair:
 
     @staticmethod
     def load(
-        target: str | Path, draft: str | Path | None = None, *, translate: bool = False, **options: Any
-    ) -> LoadedPair:
+        target: str | Path, draft: str | Path | None = None, *, translate: bool = False,
+        shelf: MutableMapping[str, Any] | None = None, **options: Any,
+    ) -> LoadedPair:  # fmt: skip
         """Load a target and perhaps a draft; options are the fields of `specdec.PairConfig`.
 
-        translate: the vocabularies may differ, because the draft is going to write text. Raises SpecdecError before
+        translate: the vocabularies may differ, because the draft is going to write text. shelf: models of earlier
+        pairs, by what they were loaded from; they are used again, and new ones are added. Raises SpecdecError before
         a weight is loaded for everything that the report refuses.
         """
         config = pair_config(target, draft, options)
         plans, tokenizers, report = _plan_pair(config, translate)
-        models = [plan.model() for plan in plans]
+        models = [plan.model() if shelf is None else plan.shared(shelf) for plan in plans]
         both = len(models) == 2
         return LoadedPair(
             models[0], models[1] if both else None, tokenizers[0], tokenizers[1] if both else None, report
@@ -173,6 +175,17 @@ class _Plan:
             extra["quantization_config"] = quantization
         facts = ModelFacts.from_config(role, str(name), config, chosen, str(device))
         return _Plan(source, common, config, device, chosen, extra, facts)
+
+    @property
+    def key(self) -> str:
+        """Everything that the loaded model depends on."""
+        return repr((str(self.source), self.common, str(self.device), self.dtype, self.extra))
+
+    def shared(self, shelf: MutableMapping[str, Any]) -> Any:
+        """The model from the shelf, where it is loaded and put if it is missing."""
+        if self.key not in shelf:
+            shelf[self.key] = self.model()
+        return shelf[self.key]
 
     def tokenizer(self) -> Any:
         return _guarded(f"tokenizer of {self.source}", AutoTokenizer.from_pretrained, self.source.path, **self.common)

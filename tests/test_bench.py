@@ -156,7 +156,7 @@ def test_the_exactness_block_holds_the_figures_of_every_file(write_results: Any)
 
 def test_the_documents_show_the_committed_results(write_results: Any) -> None:
     documents = write_results.documents()
-    names = {"README.md", "analysis.md", "exactness.md", "losslessness.md", "ngram.md"}
+    names = {"README.md", "ablation.md", "analysis.md", "exactness.md", "losslessness.md", "ngram.md"}
     assert {path.name for path in documents} == names
     for path, text in documents.items():
         assert path.read_text(encoding="utf-8") == text, "run scripts/write_results.py"

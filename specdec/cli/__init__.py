@@ -1,4 +1,4 @@
-"""The command line: `specdec demo | generate | check | bench | lookup | trace`.
+"""The command line: `specdec demo | generate | check | bench | compare | ablate | lookup | trace`.
 
 Every verb prints tables for people, or with `--json` one JSON document on standard output and nothing else there;
 progress and errors go to standard error. Exit status: 0, 1 = a check failed, 2 = bad input (one line says what),
@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 import specdec
-from specdec.cli import bench, check, demo, generate, lookup, trace
+from specdec.cli import ablate, bench, check, compare, demo, generate, lookup, trace
 from specdec.cli.output import quiet
 from specdec.errors import SpecdecError
 
@@ -76,6 +76,8 @@ app.command("demo")(demo.demo)
 app.command("generate")(generate.generate)
 app.command("check")(check.check)
 app.command("bench")(bench.bench)
+app.command("compare")(compare.compare)
+app.add_typer(ablate.app, name="ablate")
 app.add_typer(lookup.app, name="lookup")
 app.add_typer(trace.app, name="trace")
 

@@ -48,17 +48,22 @@ def make_drafters(strategies: Any, has_draft: bool) -> list[Any]:
 
 
 def _make(entry: Any) -> Any:
-    if isinstance(entry, str):
-        name, *options = entry.split(":")
-        return _named(name, dict(_option(name, text) for text in options))
-    if isinstance(entry, Mapping):
-        values = dict(entry)
-        if "name" not in values:
-            raise SpecdecError(f"a strategy written as a mapping needs a 'name': {dict(entry)}")
-        return _named(str(values.pop("name")), values)
+    if isinstance(entry, (str, Mapping)):
+        return _named(*parse_strategy(entry))
     if isinstance(entry, type) or not isinstance(entry, Drafter):
         raise SpecdecError(f"{entry!r} is not a strategy: give a name, or an object with begin, draft and accept")
     return entry
+
+
+def parse_strategy(entry: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The name and the options of a strategy as users write it. Raises SpecdecError for a text without that form."""
+    if isinstance(entry, str):
+        name, *options = entry.split(":")
+        return name, dict(_option(name, text) for text in options)
+    values = dict(entry)
+    if "name" not in values:
+        raise SpecdecError(f"a strategy written as a mapping needs a 'name': {dict(entry)}")
+    return str(values.pop("name")), values
 
 
 def _option(strategy: str, text: str) -> tuple[str, Any]:
@@ -85,4 +90,5 @@ def _named(name: str, options: Mapping[str, Any]) -> Any:
 __all__ = [
     "STRATEGIES", "Draft", "DraftModel", "DraftRequest", "Drafter", "LookupCache", "NgramCache", "NgramMapK",
     "NgramMapK4V", "NgramMod", "NgramSimple", "PromptLookup", "Suffix", "SuffixStore", "make_drafters",
+    "parse_strategy",
 ]  # fmt: skip

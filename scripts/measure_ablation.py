@@ -1,0 +1,62 @@
+"""What the ablation runner costs beside decoding: a grid of 1,000 cells on the embedded pair.
+
+    python scripts/measure_ablation.py --out results/ablation_overhead.json
+
+The rows are short, eight tokens of one prompt a cell, which is the worst case: the runner's cost is per row. `overhead`
+is all time of the process from the config to the last row on the disk, without loading and decoding, over decoding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from specdec.research.ablation import AblationConfig, merge, run_ablation
+from specdec.research.bench import commit, machine
+
+PROMPT = "def add(self, item):\n    self."
+
+
+def config(cells: int, tokens: int) -> AblationConfig:
+    """About so many cells: draft lengths and p_min crossed with seeds, and a plain cell a seed."""
+    lengths, bounds = [1, 2, 3, 4, 5], [0.0, 0.2, 0.4, 0.6, 0.8]
+    return AblationConfig(
+        pairs={"embedded": {"target": "demo-target", "draft": "demo-draft", "device": "cpu"}},
+        strategies={"draft": ["draft-model"]},
+        prompts=(PROMPT,),
+        generation={"max_new_tokens": tokens, "temperature": 0.8, "acceptance": "coupled"},
+        axes={"seed": list(range(max(1, round(cells / 26)))), "k": lengths, "p_min": bounds},
+    )
+
+
+def main() -> None:
+    """Run the grid in a temporary folder and write the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cells", type=int, default=1000)
+    parser.add_argument("--tokens", type=int, default=8)
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    grid = config(arguments.cells, arguments.tokens)
+    with tempfile.TemporaryDirectory() as folder:
+        session = run_ablation(grid, Path(folder))
+        started = time.perf_counter()
+        summary = merge(Path(folder))
+        seconds = time.perf_counter() - started
+    assert summary is not None
+    result = {
+        "what": "ablation runner beside decoding", "cells": len(grid.expand()), "tokens_per_row": arguments.tokens,
+        "date": time.strftime("%Y-%m-%d", time.gmtime()), "commit": commit(), "machine": machine(),
+        "session": asdict(session), "overhead": session.overhead, "merge_seconds": seconds,
+        "rows_compared": summary["gate"]["compared"], "rows_differing": len(summary["gate"]["differing"]),
+        "failed_rows": session.errors,
+    }  # fmt: skip
+    arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""`specdec ablate CONFIG --out DIR`: a grid of settings, one row per prompt and setting; `specdec ablate merge DIR`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from typer.core import TyperGroup
+
+from specdec.cli import output
+from specdec.research.ablation.config import load_ablation
+from specdec.research.ablation.merge import REPORT, check_packages, merge
+from specdec.research.ablation.runner import Share, run_ablation
+from specdec.research.ablation.store import Plan
+
+FAILED = 1
+SHOWN = 10
+
+
+class RunByDefault(TyperGroup):
+    """A group whose verb `run` need not be written: `specdec ablate CONFIG` is `specdec ablate run CONFIG`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in {*self.commands, "-h", "--help"}:
+            args = ["run", *args]
+        rest: list[str] = super().parse_args(ctx, args)
+        return rest
+
+
+app = typer.Typer(
+    cls=RunByDefault,
+    help="Run a grid of settings from a YAML file: specdec ablate CONFIG --out DIR. Resumes where it stopped.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    no_args_is_help=True,
+)
+AsJson = Annotated[bool, typer.Option("--json", help="Print the summary as one JSON document.")]
+
+
+@app.command("run")
+def run(
+    config: Annotated[Path, typer.Argument(help="The YAML file.")],
+    out: Annotated[Path, typer.Option(help="The ablation's folder; one that was started is gone on with.")],
+    extend: Annotated[bool, typer.Option("--extend", help="Go on although the config or a version changed.")] = False,
+    retry_errors: Annotated[bool, typer.Option("--retry-errors", help="Run rows again that failed.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run what is missing, then write table.parquet, summary.json and report.html.
+
+    Exit status 1: a text differs from plain decoding's where it must not, or a row failed. With RANK and WORLD_SIZE in
+    the environment (accelerate launch, torchrun) each process runs its share; the last one that ends writes the table.
+    """
+    check_packages()
+    share = Share.from_environment()
+    settings = load_ablation(config)
+    plan = Plan.make(settings)
+    steps = sum(-(-len(plan.prompts) // cell.batch_size) for cell in plan.cells)
+    with output.progress("ablation", steps) as advance:
+        run_ablation(settings, out, share, extend, retry_errors, advance)
+    _finish(merge(out), out, as_json)
+
+
+@app.command("merge")
+def merge_(
+    folder: Annotated[Path, typer.Argument(help="The ablation's folder.")],
+    partial: Annotated[bool, typer.Option("--partial", help="Also while rows are missing.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Make table.parquet, summary.json and report.html of what the processes of a launch have written."""
+    check_packages()
+    _finish(merge(folder, partial), folder, as_json)
+
+
+def _finish(summary: Mapping[str, Any] | None, folder: Path, as_json: bool) -> None:
+    if summary is None:
+        message = "rows are missing: other processes still run, or --partial makes the table of those that are there"
+        if as_json:
+            output.print_json({"complete": False})
+        else:
+            output.stdout().print(message, soft_wrap=True)
+        return
+    if as_json:
+        output.print_json({"complete": not summary["missing"], **summary})
+    else:
+        print_summary(output.stdout(), summary)
+        output.stdout().print(f"report: {folder / REPORT}", soft_wrap=True, markup=False)
+    if summary["gate"]["differing"] or summary["errors"]:
+        raise typer.Exit(FAILED)
+
+
+def print_summary(console: Console, summary: Mapping[str, Any]) -> None:
+    """The summary of an ablation for people."""
+    made = output.table(
+        "setting", "tokens/round", "acceptance", "tokens/s", "speed-up", "predicted", "same text",
+        title="pooled figures with 95 % intervals over prompts; speed-up paired with plain decoding, prefill included",
+    )  # fmt: skip
+    for name, entry in summary["settings"].items():
+        same = "-" if not entry["compared"] else f"{entry['compared'] - entry['differing']}/{entry['compared']}"
+        made.add_row(
+            escape(name), interval(entry["tokens_per_round"]),
+            interval(entry["acceptance"]) if entry["drafts"] else "-", interval(entry["tokens_per_second"], 1),
+            interval(entry.get("speedup")),
+            output.number(entry.get("predicted_speedup")),
+            f"[bold red]{same}[/]" if entry["differing"] else same,
+        )  # fmt: skip
+    console.print(made)
+    print_gate(console, summary["gate"])
+    for entry in summary["errors"][:SHOWN]:
+        line = f"{entry['rows']} rows of {entry['setting']} failed: {entry['error']}"
+        console.print(escape(line), style="red", soft_wrap=True)
+    overhead = summary["runner"]["overhead"]
+    if overhead is not None:
+        console.print(f"the runner took {overhead:.1%} of the decoding time")
+
+
+def print_gate(console: Console, gate: Mapping[str, Any]) -> None:
+    """What the equality gate found."""
+    differing = gate["differing"]
+    if differing:
+        head = f"EQUALITY GATE FAILED: {len(differing)} of {gate['compared']} rows differ from plain decoding"
+        console.print(head, style="bold white on red")
+        for entry in differing[:SHOWN]:
+            where = f"{entry['setting']}, {entry['prompt']}, seed {entry['seed']}: at token {entry['first_difference']}"
+            console.print(escape(where), style="red", soft_wrap=True)
+    elif gate["compared"]:
+        console.print(f"equality gate: all {gate['compared']} comparable rows are plain decoding's", style="green")
+    if gate["lossy"]:
+        console.print(escape(f"lossy acceptance rule: {', '.join(gate['lossy'])}"), style="bold red", soft_wrap=True)
+
+
+def interval(entry: Mapping[str, Any] | None, digits: int = 2) -> str:
+    """A figure with its interval."""
+    if entry is None or entry["value"] is None:
+        return "-"
+    value = f"{entry['value']:.{digits}f}"
+    return value if entry["low"] is None else f"{value} ({entry['low']:.{digits}f}-{entry['high']:.{digits}f})"

@@ -1,0 +1,102 @@
+"""`specdec compare`: which draft or strategy is best for a target, and why."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from specdec.cli import output
+from specdec.cli.ablate import interval, print_gate
+from specdec.cli.inputs import extra_options, given, read_prompts
+from specdec.research.ablation.merge import check_packages
+from specdec.research.compare import compare as run_compare
+from specdec.research.compare import compare_config
+
+FAILED = 1
+POSITIONS = 6
+
+
+def compare(
+    target: Annotated[str, typer.Option(help="Hub id, folder, GGUF file, or demo-target.")],
+    draft: Annotated[list[str] | None, typer.Option(help="A draft model; several times.")] = None,
+    strategy: Annotated[list[str] | None, typer.Option(help="A strategy without a draft model; several times.")] = None,
+    k: Annotated[int, typer.Option(min=1, help="Tokens that a draft model drafts.")] = 5,
+    dataset: Annotated[str, typer.Option(help="spec-bench, humaneval, gsm8k or a JSON-lines file.")] = "spec-bench",
+    category: Annotated[list[str] | None, typer.Option(help="Only this category; several times.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Prompts, spread over the categories.")] = 8,
+    longest: Annotated[int | None, typer.Option(min=1, help="Tokens of a prompt; the rest is cut.")] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="A text in the place of the set; several times.")] = None,
+    prompt_file: Annotated[list[Path] | None, typer.Option(help="A text file; several times.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a row.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 = greedy.")] = 0.0,
+    acceptance: Annotated[str, typer.Option(help="leviathan, match or coupled.")] = "leviathan",
+    option: Annotated[list[str] | None, typer.Option(help="Another generation option, name=value.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda[:n].")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
+    draft_dtype: Annotated[str | None, typer.Option(help="The drafts' dtype.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Keep rows, table and report here, and resume from it.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Rank drafts and strategies for one target on the same prompts, with the reasons that fit.
+
+    Exit status 1: a text differs from plain decoding's where it must not, or a row failed.
+    """
+    check_packages()
+    data = {**given(categories=category, longest=longest), "dataset": dataset, "limit": limit}
+    config = compare_config(
+        target, draft or [], strategy or [], k, read_prompts(prompt or [], prompt_file or []), data,
+        given(device=device, dtype=dtype, draft_dtype=draft_dtype), max_new_tokens=max_new_tokens,
+        temperature=temperature, acceptance=acceptance, **extra_options(option or []),
+    )  # fmt: skip
+    with ExitStack() as stack:
+        folder = out or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="specdec-compare-")))
+        with output.progress("comparing") as advance:
+            result = run_compare(config, folder, advance)
+    if as_json:
+        output.print_json(result)
+    else:
+        _print(output.stdout(), result)
+    if result["gate"]["differing"] or result["errors"]:
+        raise typer.Exit(FAILED)
+
+
+def _print(console: Console, result: Mapping[str, Any]) -> None:
+    made = output.table(
+        "candidate", "speed-up", "predicted", "tokens/round", "acceptance", "cost c", "best length",
+        title="fastest first; speed-up over plain decoding without prefill, 95 % intervals over prompts",
+    )  # fmt: skip
+    for entry in result["candidates"]:
+        best = entry["best_length"]
+        made.add_row(
+            escape(entry["name"]), interval(entry["decode_speedup"]), output.number(entry["predicted_speedup"]),
+            interval(entry["tokens_per_round"]), interval(entry["acceptance"]), output.number(entry["cost_ratio"], 3),
+            "-" if best is None else str(best) if best else "off",
+        )  # fmt: skip
+    console.print(made)
+    _print_acceptance(console, result["candidates"])
+    for entry in result["candidates"]:
+        for reason in entry["reasons"]:
+            console.print(f"[bold]{escape(entry['name'])}[/]: {escape(reason)}", soft_wrap=True)
+    print_gate(console, result["gate"])
+    for error in result["errors"]:
+        line = f"{error['rows']} rows of {error['setting']} failed: {error['error']}"
+        console.print(escape(line), style="red", soft_wrap=True)
+
+
+def _print_acceptance(console: Console, candidates: list[Mapping[str, Any]]) -> None:
+    depth = min(POSITIONS, max((len(c["acceptance_by_position"]) for c in candidates), default=0))
+    categories = list(dict.fromkeys(name for c in candidates for name in c["acceptance_by_category"]))
+    heads = [*(str(i + 1) for i in range(depth)), *(escape(name) for name in categories)]
+    made = output.table("candidate", *heads, title="acceptance of a tested token, by position and by category")
+    for c in candidates:
+        positions = [*c["acceptance_by_position"], *([None] * depth)][:depth]
+        values = [*positions, *(c["acceptance_by_category"].get(name) for name in categories)]
+        made.add_row(escape(c["name"]), *(output.number(v) for v in values))
+    console.print(made)

@@ -1,0 +1,12 @@
+"""Ablations: a grid of pairs, chains and settings, one row per prompt and setting, resumable and checked."""
+
+from specdec.research.ablation.config import AblationConfig, Cell, DataConfig, load_ablation
+from specdec.research.ablation.merge import merge
+from specdec.research.ablation.runner import Session, Share, run_ablation
+from specdec.research.ablation.summary import summarise
+from specdec.research.ablation.table import as_rows, build_table
+
+__all__ = [
+    "AblationConfig", "Cell", "DataConfig", "Session", "Share", "as_rows", "build_table", "load_ablation", "merge",
+    "run_ablation", "summarise",
+]  # fmt: skip

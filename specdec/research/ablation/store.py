@@ -1,0 +1,166 @@
+"""The folder of an ablation: what was asked for, on what, and which rows are done.
+
+- `run.json`: the config, its cells and prompts, versions and machine;
+- `journal-*.jsonl`: rows as they were finished, one file a process;
+- `table.parquet`, `summary.json`, `report.html`: made from these two by `merge`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from specdec.errors import SpecdecError
+from specdec.provenance import versions
+from specdec.research.ablation.config import AblationConfig, Cell, content_hash
+from specdec.research.ablation.journal import read_journals, write_atomically
+from specdec.research.bench import commit, machine
+from specdec.research.datasets import Prompt, load_prompts
+
+MANIFEST = "run.json"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What an ablation consists of: every row is one (cell, prompt)."""
+
+    config: AblationConfig
+    cells: list[Cell]
+    prompts: list[Prompt]
+
+    @staticmethod
+    def make(config: AblationConfig) -> Plan:
+        """Raises SpecdecError for prompts that cannot be read."""
+        data = config.data
+        prompts = [Prompt(f"prompt/{i}", "prompts", text, (text,)) for i, text in enumerate(config.prompts)]
+        if not prompts:
+            categories = list(data.categories) if isinstance(data.categories, tuple) else data.categories
+            prompts = load_prompts(data.dataset, categories, data.limit, data.seed)
+        return Plan(config, config.expand(), prompts)
+
+    def fingerprint(self, prompt: Prompt) -> str:
+        """What a prompt's ids depend on beside the tokenizer."""
+        return content_hash([prompt.text, self.config.data.chat, self.config.data.longest])
+
+    def manifest(self) -> dict[str, Any]:
+        """What run.json holds."""
+        return {
+            "config": self.config.to_dict(),
+            "versions": versions(),
+            "machine": machine(),
+            "commit": commit(),
+            "date": time.strftime("%Y-%m-%d", time.gmtime()),
+            "cells": [cell_to_dict(cell) for cell in self.cells],
+            "prompts": [
+                {"id": p.id, "category": p.category, "fingerprint": self.fingerprint(p), "text": p.text}
+                for p in self.prompts
+            ],
+        }
+
+
+@dataclass
+class Store:
+    """The folder, and the rows that its journals hold, the newest of each (cell, prompt)."""
+
+    folder: Path
+    rows: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
+    facts: dict[str, dict[str, Any]] = field(default_factory=dict)  # of pairs, by the key of their first cell
+
+    @staticmethod
+    def open(folder: Path, plan: Plan, extend: bool = False) -> Store:
+        """Start or resume. extend: go on although the config or the versions have changed; rows whose settings are
+        still asked for are kept. Raises SpecdecError where they have changed without it."""
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SpecdecError(f"cannot write {folder}: {error.strerror}") from error
+        new = plan.manifest()
+        path = folder / MANIFEST
+        if path.is_file():
+            changed = _changes(read_manifest(folder), new)
+            if changed and not extend:
+                raise SpecdecError(
+                    f"{folder} holds another ablation: {', '.join(changed)} changed; give another folder, or --extend "
+                    "to keep the rows whose settings are still asked for"
+                )
+            if changed:
+                write_atomically(path, _text(new))
+        else:
+            write_atomically(path, _text(new))
+        return Store(folder)
+
+    def read(self) -> None:
+        """Take in the journals."""
+        for entry in read_journals(self.folder):
+            if entry.get("kind") == "row":
+                self.rows[entry["cell"], entry["prompt"]] = entry
+            elif entry.get("kind") == "facts":
+                self.facts[entry["cell"]] = entry["facts"]
+
+    def done(self, cell: Cell, prompt: Prompt, fingerprint: str, retry_errors: bool = False) -> bool:
+        """Whether the row is there, made from the same prompt."""
+        row = self.rows.get((cell.key, prompt.id))
+        if row is None or row["fingerprint"] != fingerprint:
+            return False
+        return not (retry_errors and row["status"] == "error")
+
+    def check_weights(self, cells: Iterable[Cell], weights: Mapping[str, str]) -> None:
+        """Raise SpecdecError where rows of these cells were made with other weights."""
+        keys = {cell.key: cell.pair for cell in cells}
+        for (key, _), row in self.rows.items():
+            if key in keys and row.get("weights") is not None and row["weights"] != dict(weights):
+                raise SpecdecError(
+                    f"{self.folder} holds rows of other weights of the pair {keys[key]!r}: give another folder"
+                )
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """What an ablation's folder says of itself. Raises SpecdecError for a folder that is none."""
+    path = folder / MANIFEST
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise SpecdecError(f"{folder} is not the folder of an ablation: it has no {MANIFEST}") from None
+    except (OSError, ValueError) as error:
+        raise SpecdecError(f"{path} cannot be read: {error}") from error
+    if not isinstance(data, dict) or not {"config", "cells", "prompts"} <= set(data):
+        raise SpecdecError(f"{path} is not the description of an ablation")
+    return data
+
+
+def cell_to_dict(cell: Cell) -> dict[str, Any]:
+    """A cell as plain data, its reference by key."""
+    plain = vars(cell.models)
+    return {
+        "key": cell.key, "plain": cell.plain().key, "comparable": cell.comparable, "pair": cell.pair,
+        "chain": cell.chain, "models": {k: _text_of(v) for k, v in plain.items() if v is not None},
+        "strategies": [dict(s) for s in cell.strategies], "generation": dict(cell.generation),
+        "settings": dict(cell.settings), "seed": cell.seed, "batch_size": cell.batch_size,
+    }  # fmt: skip
+
+
+def _text_of(value: Any) -> Any:
+    return value if isinstance(value, (str, bool, int, float)) else str(value)
+
+
+def _text(manifest: Mapping[str, Any]) -> str:
+    return json.dumps(manifest, indent=1, ensure_ascii=False, default=str) + "\n"
+
+
+def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Which parts differ, in words."""
+    new = json.loads(_text(new))
+    parts = {**old["config"], **new["config"]}
+    changed = [name for name in parts if old["config"].get(name) != new["config"].get(name)]
+    if not changed and [p["fingerprint"] for p in old["prompts"]] != [p["fingerprint"] for p in new["prompts"]]:
+        changed.append("the prompts of the set")
+    if not changed and [c["key"] for c in old["cells"]] != [c["key"] for c in new["cells"]]:
+        changed.append("the meaning of the settings")
+    for name, version in new["versions"].items():
+        if old["versions"].get(name) != version:
+            changed.append(f"{name} ({old['versions'].get(name)} to {version})")
+    return changed

@@ -1,0 +1,206 @@
+"""What an ablation found: figures of every setting with intervals, paired comparisons, and whether texts held.
+
+A setting is a cell without its seed. Speed-ups are paired with plain decoding of the same prompts and seeds; `speedup`
+is of whole calls, `decode_speedup` without their prefill, which is what theory predicts. The comparison of settings is
+paired as well, against the first setting of the pair that drafts.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from specdec import theory
+from specdec.research.ablation.table import Row
+from specdec.research.bootstrap import Interval, difference, ratio, ratio_of_ratios, sign_flip_test
+
+FIGURES = {
+    "tokens_per_round": ("generated_tokens", "rounds"),
+    "acceptance": ("accepted_tokens", "tested_tokens"),
+    "draft_acceptance_rate": ("accepted_tokens", "draft_tokens"),
+    "tokens_per_second": ("emitted_tokens", "seconds"),
+}
+Clusters = dict[Any, Row]
+_SUMMED = (
+    "generated_tokens", "rounds", "accepted_tokens", "tested_tokens", "draft_tokens", "drafted_rounds",
+    "emitted_tokens", "seconds", "draft_seconds", "verify_seconds", "prefill_seconds",
+)  # fmt: skip
+
+
+def summarise(rows: Sequence[Row]) -> dict[str, Any]:
+    """Plain data for JSON: `settings` in the order of the grid, `categories`, `comparisons`, `gate`, `errors`."""
+    groups = by_setting(rows)
+    return {
+        "rows": len(rows),
+        "errors": _errors(rows),
+        "gate": gate(rows),
+        "settings": {name: setting_figures(group, rows) for name, group in groups.items()},
+        "categories": {name: _categories(group) for name, group in groups.items()},
+        "comparisons": _comparisons(groups),
+    }
+
+
+def by_setting(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Rows by setting, in the order of the table."""
+    groups: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        groups[row["setting"]].append(row)
+    return dict(groups)
+
+
+def gate(rows: Sequence[Row]) -> dict[str, Any]:
+    """The equality gate: rows compared with plain decoding, and those that differ. lossy: settings whose rule gives up
+    the target's law."""
+    compared = [r for r in rows if r["equals_plain"] is not None]
+    differing = [
+        {name: r[name] for name in ("setting", "seed", "prompt", "first_difference")}
+        for r in compared if not r["equals_plain"]
+    ]  # fmt: skip
+    lossy = list(dict.fromkeys(r["setting"] for r in rows if r["lossy"]))
+    return {"compared": len(compared), "differing": differing, "passed": not differing, "lossy": lossy}
+
+
+def setting_figures(group: Sequence[Row], rows: Sequence[Row]) -> dict[str, Any]:
+    """Figures of one setting, its failed rows left out; `rows` has those of its reference."""
+    sound = [r for r in group if r["status"] == "ok"]
+    compared = [r["equals_plain"] for r in sound if r["equals_plain"] is not None]
+    made: dict[str, Any] = {
+        "drafts": group[0]["drafts"], "pair": group[0]["pair"], "rows": len(group),
+        "prompts": len({r["prompt"] for r in group}), "errors": len(group) - len(sound),
+        "compared": len(compared), "differing": compared.count(False),
+    }  # fmt: skip
+    clusters = list(clustered(sound).values())
+    for name, (top, bottom) in FIGURES.items():
+        made[name] = ratio([c[top] for c in clusters], [c[bottom] for c in clusters]).to_dict() if clusters else None
+    if group[0]["drafts"]:
+        made.update(_against_plain(sound, rows))
+    return made
+
+
+def _against_plain(sound: Sequence[Row], rows: Sequence[Row]) -> dict[str, Any]:
+    mine, plain = paired(sound, references(sound, rows))
+    names: dict[str, Any] = {"speedup": None, "decode_speedup": None, "speedup_p": None, "predicted_speedup": None}
+    if not mine:
+        return names
+    a, b = ([c["emitted_tokens"] for c in side] for side in (mine, plain))
+    whole = [[c["seconds"] for c in side] for side in (mine, plain)]
+    without = [[c["seconds"] - c["prefill_seconds"] for c in side] for side in (mine, plain)]
+    names["speedup"] = ratio_of_ratios((a, whole[0]), (b, whole[1])).to_dict()
+    names["decode_speedup"] = ratio_of_ratios((a, without[0]), (b, without[1])).to_dict()
+    per_token = [[s / max(1, n) for s, n in zip(*side, strict=True)] for side in ((whole[0], a), (whole[1], b))]
+    names["speedup_p"] = sign_flip_test([x - y for x, y in zip(*per_token, strict=True)])
+    costs = measured_costs(mine, plain)
+    return {**names, "costs": costs, "predicted_speedup": predicted_speedup(costs)}
+
+
+def references(sound: Sequence[Row], rows: Sequence[Row]) -> list[Row]:
+    """The plain rows that belong to these."""
+    wanted = {(r["plain"], r["prompt"]) for r in sound}
+    return [r for r in rows if not r["drafts"] and r["status"] == "ok" and (r["cell"], r["prompt"]) in wanted]
+
+
+def clustered(rows: Sequence[Row], by_call: bool = True) -> Clusters:
+    """Sums by cluster: a prompt with all its seeds, or where several share a call, the call with all its prompts."""
+    sums: Clusters = {}
+    for row in rows:
+        key = row["call"] if by_call and row["batch_size"] > 1 else row["prompt"]
+        into = sums.setdefault(key, dict.fromkeys(_SUMMED, 0.0))
+        for name in _SUMMED:
+            into[name] += row[name] or 0
+    return sums
+
+
+def paired(a: Sequence[Row], b: Sequence[Row]) -> tuple[list[Row], list[Row]]:
+    """Clusters of two settings in the same order, made of the prompts and seeds that both have."""
+    keys = [{(r["prompt"], r["seed"]) for r in side} for side in (a, b)]
+    both = keys[0] & keys[1]
+    alike = len({r["batch_size"] for r in (*a, *b)}) == 1  # else the calls of the two have different prompts
+    mine, other = (clustered([r for r in side if (r["prompt"], r["seed"]) in both], alike) for side in (a, b))
+    shared = [key for key in mine if key in other]
+    return [mine[key] for key in shared], [other[key] for key in shared]
+
+
+def measured_costs(mine: Sequence[Row], plain: Sequence[Row]) -> dict[str, float] | None:
+    """What theory asks for, measured. acceptance: of a tested token; length: mean drafted tokens a round;
+    drafted_share: of the rounds; draft_cost c: of a drafted token, in plain passes; width_cost v: extra cost of the
+    wide pass; None without rounds of both."""
+    total, reference = ({n: sum(c[n] for c in side) for n in _SUMMED} for side in (mine, plain))
+    if not total["rounds"] or not reference["rounds"] or not reference["verify_seconds"]:
+        return None
+    per_pass = reference["verify_seconds"] / reference["rounds"]
+    drafted = total["draft_tokens"]
+    return {
+        "acceptance": total["accepted_tokens"] / total["tested_tokens"] if total["tested_tokens"] else 0.0,
+        "length": drafted / total["rounds"],
+        "drafted_share": total["drafted_rounds"] / total["rounds"],
+        "tokens_per_round": total["generated_tokens"] / total["rounds"],
+        "draft_cost": total["draft_seconds"] / drafted / per_pass if drafted else 0.0,
+        "width_cost": total["verify_seconds"] / total["rounds"] / per_pass - 1,
+        "plain_pass_seconds": per_pass,
+    }
+
+
+def predicted_speedup(costs: Mapping[str, float] | None) -> float | None:
+    """Speed-up that theory gives for the measured tokens a round and costs: what is left to the measured one is time
+    outside the two models."""
+    if costs is None:
+        return None
+    return costs["tokens_per_round"] / (1 + costs["length"] * costs["draft_cost"] + costs["width_cost"])
+
+
+def theoretical_speedup(costs: Mapping[str, float], k: int) -> float:
+    """Speed-up at another draft length, from one acceptance for all positions, the share of rounds with a draft, and
+    costs that grow with k. A negative width cost is noise, which must not grow."""
+    if not costs["length"]:
+        return 1.0
+    per_token = costs["draft_cost"] + max(0.0, costs["width_cost"]) / costs["length"]
+    gain = costs["drafted_share"] * float(theory.accepted_per_round(costs["acceptance"], k))
+    return (1 + gain) / (1 + costs["drafted_share"] * k * per_token)
+
+
+def _comparisons(groups: Mapping[str, Sequence[Row]]) -> list[dict[str, Any]]:
+    """Every drafting setting against the first of its pair, on the same prompts and seeds."""
+    first: dict[str, str] = {}
+    made = []
+    for name, group in groups.items():
+        if not group[0]["drafts"]:
+            continue
+        base = first.setdefault(group[0]["pair"], name)
+        if base != name:
+            made.append(compare_settings(name, group, base, groups[base]))
+    return made
+
+
+def compare_settings(name: str, a: Sequence[Row], other: str, b: Sequence[Row]) -> dict[str, Any]:
+    """Paired differences of two settings. p-values are of the clusters' own figures, by flipping signs; they are not
+    corrected for the number of comparisons."""
+    mine, theirs = paired(*([r for r in side if r["status"] == "ok"] for side in (a, b)))
+    made: dict[str, Any] = {"setting": name, "against": other, "clusters": len(mine)}
+    for figure in ("tokens_per_round", "acceptance", "tokens_per_second"):
+        top, bottom = FIGURES[figure]
+        x, y, z, w = ([c[n] for c in side] for side in (mine, theirs) for n in (top, bottom))
+        found = difference((x, y), (z, w)) if mine else Interval(None)
+        each = [a / b - c / d for a, b, c, d in zip(x, y, z, w, strict=True) if b and d]
+        made[figure] = {**found.to_dict(), "p": sign_flip_test(each)}
+    return made
+
+
+def _categories(group: Sequence[Row]) -> dict[str, Any]:
+    made = {}
+    for category in dict.fromkeys(r["category"] for r in group):
+        clusters = list(clustered([r for r in group if r["category"] == category and r["status"] == "ok"]).values())
+        made[category] = {
+            name: ratio([c[x] for c in clusters], [c[y] for c in clusters]).to_dict() if clusters else None
+            for name, (x, y) in FIGURES.items()
+        }
+    return made
+
+
+def _errors(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Errors with the number of rows that met them, by setting."""
+    counts: dict[tuple[str, str], int] = defaultdict(int)
+    for row in rows:
+        if row["status"] != "ok":
+            counts[row["setting"], row["error"]] += 1
+    return [{"setting": s, "error": e, "rows": n} for (s, e), n in counts.items()]

@@ -1,0 +1,204 @@
+"""The table of an ablation: one row per prompt and cell, in the order of the grid, with the equality gate's verdict.
+
+A function of the folder alone: run.json says which rows belong to it and in which order, the journals hold them. So
+the table of a run that was killed and resumed is the table of one that was not, apart from `TIMES`.
+
+Columns: the axes; `cell`, `setting` (the cell without its seed, in words), `plain` (the reference's cell); prompt and
+category; what the row counted, by the names of specdec.stats; `tokens`, `text`, `records` (rounds as specdec.stats has
+them); seconds; and the gate:
+
+- `equals_plain`: whether the token ids are the reference's; None where they need not be (`leviathan` with sampling
+  keeps the law and not the sample), and where there is no reference or a row failed;
+- `first_difference`: index of the first id that differs.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from specdec.errors import SpecdecError
+from specdec.research.ablation.config import PLAIN
+from specdec.research.ablation.journal import read_journals, write_atomically
+from specdec.research.ablation.store import read_manifest
+from specdec.stats import RoundRecord, Tally
+
+TABLE = "table.parquet"
+SECONDS = ("seconds", "prefill_seconds", "draft_seconds", "verify_seconds", "other_seconds")
+TIMES = (*SECONDS, "tokens_per_second", "strategy_seconds")
+COUNTS = ("rounds", "drafted_rounds", "draft_tokens", "accepted_tokens", "generated_tokens")
+AS_THEY_ARE = (
+    "prompt_tokens", "prompt_hash", "row_seed", "finish_reason", "exact", "lossy", "versions", "tokens", "text",
+    "records",
+)  # fmt: skip
+Row = dict[str, Any]
+
+
+def build_table(folder: Path) -> tuple[list[Row], int]:
+    """The rows of a folder, and how many are missing yet. Raises SpecdecError for a folder that is no ablation's."""
+    manifest = read_manifest(folder)
+    found = {(e["cell"], e["prompt"]): e for e in read_journals(folder) if e.get("kind") == "row"}
+    names = _labels(manifest["cells"])
+    rows, missing = [], 0
+    for cell in manifest["cells"]:
+        for prompt in manifest["prompts"]:
+            entry = found.get((cell["key"], prompt["id"]))
+            if entry is None or entry["fingerprint"] != prompt["fingerprint"]:
+                missing += 1
+                continue
+            rows.append(_flat(entry, cell, prompt, names[cell["key"]]))
+    _gate(rows)
+    return rows, missing
+
+
+def _labels(cells: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """A setting in words, by cell: what differs between the cells, the seed left out."""
+    columns = {c["key"]: _settings(c) for c in cells}
+    axes = [n for n in dict.fromkeys(n for v in columns.values() for n in v) if n not in ("seed", "strategies")]
+    seen = {name: {repr(v.get(name)) for v in columns.values()} for name in axes}
+    seen["acceptance"].discard("None")  # of the references, which accept nothing
+    varying = [name for name, values in seen.items() if len(values) > 1]
+    short = _short(varying)
+    labels = {}
+    for cell in cells:
+        values = columns[cell["key"]]
+        parts = [str(values["pair"])] if "pair" in varying else []
+        parts.append(str(values["strategies"]))
+        parts += [
+            str(values[n]) if n == "acceptance" else f"{short[n]}={_value(values[n])}"
+            for n in varying if n != "pair" and values.get(n) is not None
+        ]  # fmt: skip
+        labels[cell["key"]] = " ".join(parts)
+    return labels
+
+
+def _short(axes: Sequence[str]) -> dict[str, str]:
+    """Names for labels: a strategy's parameter without the strategy, where that says which."""
+    last = {name: name.rpartition(".")[2] for name in axes}
+    plain = {name: part if list(last.values()).count(part) == 1 else name for name, part in last.items()}
+    return {**plain, "temperature": "T"}
+
+
+def _value(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _settings(cell: Mapping[str, Any]) -> Row:
+    """The columns of a cell: the usual ones and the axes."""
+    generation, plain = cell["generation"], cell["chain"] == PLAIN
+    usual = {
+        "pair": cell["pair"], "strategies": cell["chain"], "acceptance": None if plain else generation["acceptance"],
+        "temperature": float(generation.get("temperature", 0.0)), "seed": cell["seed"],
+        "batch_size": cell["batch_size"],
+    }  # fmt: skip
+    return {**usual, **{k: v for k, v in cell["settings"].items() if k not in usual}}
+
+
+def _flat(entry: Mapping[str, Any], cell: Mapping[str, Any], prompt: Mapping[str, Any], label: str) -> Row:
+    head = {
+        "setting": label, **_settings(cell), "cell": cell["key"], "plain": cell["plain"], "prompt": prompt["id"],
+        "category": prompt["category"], "call": entry["call"], "comparable": cell["comparable"],
+        "drafts": bool(cell["strategies"]), "status": entry["status"], "error": entry["error"],
+    }  # fmt: skip
+    plain = {name: entry.get(name) for name in AS_THEY_ARE}
+    return {**head, **plain, **figures(entry), **{name: entry.get(name) for name in SECONDS}, **_rates(entry)}
+
+
+def figures(entry: Mapping[str, Any]) -> Row:
+    """Acceptance figures of a row from its rounds. reached[i] and tested[i]: rounds in which draft i stood and in which
+    it was tested; their sums over rows give every acceptance rate."""
+    records = [RoundRecord(*record) for record in entry.get("records") or ()]
+    tally = Tally.of(records)
+    depth = max((r.depth for r in records), default=0)
+    tested = [sum(r.tested(i) for r in records) for i in range(depth)]
+    return {
+        **{name: getattr(tally, name) for name in COUNTS},
+        "emitted_tokens": len(entry.get("tokens") or ()),
+        "tested_tokens": sum(tested),
+        "tokens_per_round": tally.tokens_per_round,
+        "acceptance_length": tally.acceptance_length,
+        "reached": [sum(r.accepted > i for r in records) for i in range(depth)],
+        "tested": tested,
+        "acceptance_histogram": tally.acceptance_histogram,
+    }
+
+
+def _rates(entry: Mapping[str, Any]) -> Row:
+    seconds, shares = entry.get("seconds"), entry.get("strategy_seconds") or {}
+    return {
+        "tokens_per_second": len(entry["tokens"]) / seconds if seconds else None,
+        "strategy_seconds": [[name, value] for name, value in shares.items()],
+    }
+
+
+def _gate(rows: Sequence[Row]) -> None:
+    """Compare every row with its reference, in place."""
+    plain = {(r["cell"], r["prompt"]): r for r in rows if not r["drafts"]}
+    for row in rows:
+        row["equals_plain"] = row["first_difference"] = None
+        reference = plain.get((row["plain"], row["prompt"]))
+        sound = reference is not None and row["status"] == reference["status"] == "ok"
+        if reference is not None and sound and row["drafts"] and row["comparable"]:
+            row["first_difference"] = first_difference(row["tokens"], reference["tokens"])
+            row["equals_plain"] = row["first_difference"] is None
+
+
+def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
+    """Index of the first id that differs, the end of the shorter one where it is the beginning of the other; None =
+    equal."""
+    if list(a) == list(b):
+        return None
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+# -- Parquet ----------------------------------------------------------------------------------------------------------
+
+
+def need_pyarrow() -> Any:
+    """pyarrow, or a SpecdecError that says how to get it."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise SpecdecError("tables need the package pyarrow: install specdec[research]") from None
+    return pyarrow
+
+
+def write_table(rows: Sequence[Row], path: Path) -> None:
+    """Write rows as Parquet; nested lists of mixed types go as JSON texts. A reader finds the old file or the new."""
+    arrow = need_pyarrow()
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    plain = {}
+    for name in columns:
+        values = [row.get(name) for row in rows]
+        if name in ("records", "strategy_seconds"):
+            values = [None if v is None else json.dumps(v) for v in values]
+        elif len({type(v) for v in values if v is not None}) > 1 or any(isinstance(v, dict) for v in values):
+            values = [None if v is None else v if isinstance(v, str) else json.dumps(v) for v in values]
+        plain[name] = values
+    made = io.BytesIO()
+    arrow.parquet.write_table(arrow.table(plain), made)
+    write_atomically(path, made.getvalue())
+
+
+def as_rows(results: Any) -> list[Row]:
+    """A results table in any form - rows, a pyarrow Table, a Parquet file or an ablation's folder - as rows."""
+    if isinstance(results, (str, Path)):
+        path = Path(results)
+        path = path / TABLE if path.is_dir() else path
+        if not path.is_file():
+            raise SpecdecError(f"no results table at {path}")
+        results = need_pyarrow().parquet.read_table(path)
+    if hasattr(results, "to_pylist"):
+        results = results.to_pylist()
+    if not isinstance(results, Iterable):
+        raise SpecdecError(f"expected a results table, got {type(results).__name__}")
+    rows = [dict(row) for row in results]
+    for row in rows:
+        for name in ("records", "strategy_seconds"):
+            if isinstance(row.get(name), str):
+                row[name] = json.loads(row[name])
+    return rows

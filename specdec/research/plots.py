@@ -1,0 +1,252 @@
+"""Plots of a results table: rows, a pyarrow Table, a Parquet file or an ablation's folder -> a matplotlib Figure.
+
+Figures are made without pyplot: nothing is shown, no backend is chosen and no global state is kept. Curves with
+intervals have them over prompts (research/bootstrap.py).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from specdec.errors import SpecdecError
+from specdec.research.ablation.summary import (
+    by_setting,
+    measured_costs,
+    paired,
+    references,
+    setting_figures,
+    theoretical_speedup,
+)
+from specdec.research.ablation.table import Row, as_rows
+from specdec.research.bootstrap import ratio
+from specdec.stats import RoundRecord
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+LEAST_TESTED = 5  # tokens behind a point that is drawn
+TIME_BINS, CONTEXT_BINS = 12, 8
+FEW = 5  # entries of a legend inside the axes
+
+
+def acceptance_by_position(results: Any) -> Figure:
+    """Share of the tested drafts that stood, by position in the draft, one line a setting, 95 % intervals."""
+    figure, axes = _figure("position in the draft", "acceptance of a tested token")
+    for name, rows in _drafting(results).items():
+        points = []
+        for i in range(max(len(r["tested"]) for r in rows)):
+            counts = _by_prompt([(r["prompt"], _at(r["reached"], i), _at(r["tested"], i)) for r in rows])
+            if sum(counts[1]) >= LEAST_TESTED:
+                points.append((i + 1, ratio(*counts)))
+        _line(axes, name, points)
+    axes.set_ylim(0, 1.02)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    return _finished(figure, axes)
+
+
+def accepted_length_histogram(results: Any) -> Figure:
+    """Share of the drafted rounds by the number of drafts that stood."""
+    figure, axes = _figure("accepted drafts of a round", "share of drafted rounds")
+    groups = _drafting(results)
+    width = 0.8 / max(1, len(groups))
+    for index, (name, rows) in enumerate(groups.items()):
+        longest = max(len(r["acceptance_histogram"]) for r in rows)
+        counts = np.array([[_at(r["acceptance_histogram"], i) for i in range(longest)] for r in rows]).sum(axis=0)
+        places = np.arange(longest) + (index - (len(groups) - 1) / 2) * width
+        axes.bar(places, counts / max(1, counts.sum()), width, label=name)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    return _finished(figure, axes)
+
+
+def speedup_against_k(results: Any) -> Figure:
+    """Measured speed-up over plain decoding, prefill left out, against the axis `k`, with intervals; beside it, as a
+    dashed line, what theory gives for the acceptance, costs and share of drafted rounds measured at the middle k."""
+    rows = as_rows(results)
+    curves: dict[str, list[tuple[int, str]]] = defaultdict(list)
+    for name, group in by_setting(rows).items():
+        if group[0]["drafts"] and group[0].get("k") is not None:
+            curves[" ".join(part for part in name.split() if not part.startswith("k="))].append((group[0]["k"], name))
+    if not curves:
+        raise SpecdecError("the results table has no drafting setting with an axis k")
+    figure, axes = _figure("draft length k", "speed-up over plain decoding")
+    for name, points in curves.items():
+        measured = []
+        for k, setting in sorted(points):
+            group = [r for r in rows if r["setting"] == setting]
+            found = setting_figures(group, rows)
+            if found["decode_speedup"] is not None:
+                measured.append((k, found["decode_speedup"], found["costs"]))
+        if not measured:
+            continue
+        line = _line(axes, name, [(k, interval) for k, interval, _ in measured])
+        costs = measured[len(measured) // 2][2]
+        ks = range(1, max(k for k, _, _ in measured) + 1)
+        if costs is not None:
+            axes.plot(ks, [theoretical_speedup(costs, k) for k in ks], "--", color=line.get_color(), alpha=0.6)
+    axes.plot([], [], "--", color="grey", label="theory")
+    axes.axhline(1.0, color="grey", linewidth=0.8)
+    return _finished(figure, axes)
+
+
+def cost_acceptance_pareto(results: Any) -> Figure:
+    """Tokens a round against the cost of a round in plain passes. A line from the origin is one speed-up; settings that
+    no other one beats in both are diamonds."""
+    rows = as_rows(results)
+    points = []
+    for name, group in _drafting(rows).items():
+        mine, plain = paired(group, references(group, rows))
+        costs = measured_costs(mine, plain) if mine else None
+        if costs is not None:
+            cost = 1 + costs["length"] * costs["draft_cost"] + costs["width_cost"]
+            points.append((name, cost, costs["tokens_per_round"]))
+    if not points:
+        raise SpecdecError("the results table has no drafting setting with plain rows beside it")
+    figure, axes = _figure("cost of a round in plain passes", "tokens a round")
+    widest = max(cost for _, cost, _ in points) * 1.08
+    for gain in (0.5, 1.0, 1.5, 2.0, 3.0):
+        axes.plot([0, widest], [0, gain * widest], color="lightgrey", linewidth=0.8, zorder=0)
+        axes.annotate(f"{gain:g}x", (0.98 * widest, 0.98 * gain * widest), color="grey", fontsize=8, clip_on=True)
+    for name, cost, gain in points:
+        beaten = any(c <= cost and g >= gain and (c, g) != (cost, gain) for _, c, g in points)
+        axes.scatter([cost], [gain], s=45, label=name, marker="o" if beaten else "D")
+    axes.set_xlim(min(0.9, *(c for _, c, _ in points)) * 0.95, widest)
+    axes.set_ylim(0.9, max(g for _, _, g in points) * 1.1)
+    return _finished(figure, axes)
+
+
+def context_curve(results: Any) -> Figure:
+    """Acceptance of a tested token against the length of the text before its round, in bins of equal counts."""
+    figure, axes = _figure("tokens before the round", "acceptance of a tested token")
+    for name, rows in _drafting(results).items():
+        rounds = [entry for row in rows for entry in round_contexts(row)]
+        edges = np.unique(np.quantile([at for at, _, _ in rounds], np.linspace(0, 1, CONTEXT_BINS + 1)))
+        points = []
+        for low, high in zip(edges, [*edges[1:-1], np.inf], strict=False):
+            counts = _by_prompt([(r["prompt"], *_sums(round_contexts(r), low, high)) for r in rows])
+            if sum(counts[1]) >= LEAST_TESTED:
+                middle = float(np.mean([at for at, _, _ in rounds if low <= at < high]))
+                points.append((middle, ratio(*counts)))
+        _line(axes, name, points)
+    axes.set_ylim(0, 1.02)
+    return _finished(figure, axes)
+
+
+def strategy_share_over_time(results: Any, setting: str | None = None) -> Figure:
+    """Where the tokens of a text come from: share of the generated tokens by strategy, along the text. setting: None =
+    the first one with more than one strategy, else the first that drafts."""
+    groups = _drafting(results)
+    if setting is not None and setting not in groups:
+        raise SpecdecError(f"no drafting setting {setting!r}; known: {', '.join(groups)}")
+    several = (name for name, rows in groups.items() if len({s for r in rows for s, *_ in r["records"] if s}) > 1)
+    chosen = setting or next(several, next(iter(groups)))
+    longest = max(r["generated_tokens"] for r in groups[chosen])
+    bins = min(TIME_BINS, max(1, longest))
+    counts: dict[str, np.ndarray] = {}
+    for row in groups[chosen]:
+        at = 0
+        for strategy, _, accepted, *_ in row["records"]:
+            for offset in range(accepted + 1):
+                name = (strategy or "target") if offset < accepted else "target"
+                counts.setdefault(name, np.zeros(bins))[min(bins - 1, (at + offset) * bins // longest)] += 1
+            at += accepted + 1
+    total = np.sum(list(counts.values()), axis=0)
+    figure, axes = _figure("generated token", f"share of the tokens: {chosen}")
+    middles = (np.arange(bins) + 0.5) * longest / bins
+    names = sorted(counts, key=lambda n: n == "target")
+    axes.stackplot(middles, *(counts[n] / np.maximum(1, total) for n in names), labels=names, alpha=0.85)
+    axes.set_ylim(0, 1)
+    return _finished(figure, axes)
+
+
+PLOTS: dict[str, Callable[[Any], Figure]] = {
+    "Acceptance by position": acceptance_by_position,
+    "Accepted length": accepted_length_histogram,
+    "Speed-up against k": speedup_against_k,
+    "Cost and gain of a round": cost_acceptance_pareto,
+    "Acceptance against context length": context_curve,
+    "Strategies along the text": strategy_share_over_time,
+}
+
+
+def round_contexts(row: Mapping[str, Any]) -> list[tuple[int, int, int]]:
+    """The drafted rounds of a row: (tokens before the round, accepted, tested)."""
+    found, at = [], int(row["prompt_tokens"])
+    for record in (RoundRecord(*r) for r in row["records"]):
+        if record.drafted:
+            found.append((at, record.accepted, sum(record.tested(i) for i in range(record.depth))))
+        at += record.accepted + 1
+    return found
+
+
+def _sums(rounds: Sequence[tuple[int, int, int]], low: float, high: float) -> tuple[int, int]:
+    inside = [(accepted, tested) for at, accepted, tested in rounds if low <= at < high]
+    return sum(a for a, _ in inside), sum(t for _, t in inside)
+
+
+def _drafting(results: Any) -> dict[str, list[Row]]:
+    """The settings that drafted anything, failed rows left out. Raises SpecdecError where there is none."""
+    sound = [r for r in as_rows(results) if r["status"] == "ok" and r["drafts"]]
+    groups = {name: rows for name, rows in by_setting(sound).items() if any(r["drafted_rounds"] for r in rows)}
+    if not groups:
+        raise SpecdecError("the results table has no row with a draft")
+    return groups
+
+
+def _by_prompt(counts: Sequence[tuple[str, float, float]]) -> tuple[list[float], list[float]]:
+    """Two counts of each row, summed over the rows of each prompt."""
+    sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for prompt, top, bottom in counts:
+        sums[prompt][0] += top
+        sums[prompt][1] += bottom
+    return [a for a, _ in sums.values()], [b for _, b in sums.values()]
+
+
+def _at(values: Sequence[float] | None, index: int) -> float:
+    return values[index] if values is not None and index < len(values) else 0
+
+
+def _figure(x: str, y: str) -> tuple[Figure, Any]:
+    try:
+        from matplotlib import colormaps
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise SpecdecError("plots need the package matplotlib: install specdec[research]") from None
+    figure = Figure(figsize=(7.0, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.grid(alpha=0.25)
+    axes.set_prop_cycle(color=[colormaps[name](i) for name, n in (("tab10", 10), ("Dark2", 8)) for i in range(n)])
+    return figure, axes
+
+
+def _line(axes: Any, name: str, points: Sequence[tuple[float, Any]]) -> Any:
+    """A line with error bars; points are (x, Interval or its dict)."""
+    intervals = [(x, i if isinstance(i, Mapping) else i.to_dict()) for x, i in points]
+    drawn = [(x, i) for x, i in intervals if i["value"] is not None]
+    values = [i["value"] for _, i in drawn]
+    low = [max(0.0, i["value"] - (i["value"] if i["low"] is None else i["low"])) for _, i in drawn]
+    high = [max(0.0, (i["value"] if i["high"] is None else i["high"]) - i["value"]) for _, i in drawn]
+    return axes.errorbar([x for x, _ in drawn], values, yerr=[low, high], marker="o", capsize=3, label=name)[0]
+
+
+def _finished(figure: Figure, axes: Any) -> Figure:
+    # A name that begins with an underscore would be left out of the legend, and `$` would be read as mathematics.
+    handles, labels = axes.get_legend_handles_labels()
+    shown = [label.replace("$", r"\$") for label in labels]
+    if len(labels) > FEW:
+        figure.set_figwidth(figure.get_figwidth() + 2.5)
+        figure.legend(handles, shown, fontsize=7, loc="outside right upper")
+    elif labels:
+        axes.legend(handles, shown, fontsize=8)
+    return figure
+
+
+__all__ = [
+    "PLOTS", "acceptance_by_position", "accepted_length_histogram", "context_curve", "cost_acceptance_pareto",
+    "speedup_against_k", "strategy_share_over_time",
+]  # fmt: skip
