@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,7 +37,7 @@ from specdec.graphs import (
     choose_mode,
 )
 from specdec.kv_cache import CachePool, RaggedCache, kv_widths, rounded_up
-from specdec.trees import TreePass
+from specdec.trees import TreePass, array_on
 
 # On a CPU every padded token costs its share of the weights' arithmetic, so narrow widths are all there; on a GPU a
 # pass of 8 costs what a pass of 1 costs, and few shapes mean few graphs.
@@ -264,10 +265,8 @@ def context_length(config: Any) -> int:
 
 def to_device(values: Any, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
     """A host list as a tensor on `device`, without making the host wait for the device."""
-    tensor = torch.tensor(values, dtype=dtype)
-    if device.type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
+    # Through numpy: torch reads nested lists ten times slower.
+    return array_on(np.array(values), device).to(dtype)
 
 
 class HostReader:
