@@ -1,6 +1,6 @@
 """Measure passes eager, as graphs and compiled, and generations eager against graphs, on a GPU.
 
-    python scripts/measure_graphs.py --out results/graphs_h100.json        # about four minutes on an H100
+    python scripts/measure_graphs.py --out results/graphs_h100.json        # stops after --seconds
     python scripts/measure_graphs.py --tiny --out FILE                     # the same steps with toys, also on a CPU
 
 Models have Llama shapes and random weights: only time is measured on them. What is equal is checked on the embedded
@@ -32,12 +32,11 @@ LLAMA = {
 TINY = {"1B": {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "head_dim": 16}}
 VOCAB = {"1B": 128256, "8B": 128256}
 WIDTHS, LENGTHS, BATCHES = (1, 8, 16), (512, 4096), (1, 8)
+REPEATS = 3
 # Compiled passes take minutes to make, so only these (width, K/V length, batch) are.
 COMPILED = {"1B": ((1, 512, 1), (8, 512, 1)), "8B": ((8, 512, 1),)}
 PROMPTS = [
     "def read(self, path):\n    with open(path) as f:\n",
-    "import os\nimport sys\n",
-    "class Node:\n    def __init__(",
     "for i in range(10):\n    print(i)\n" * 12,
 ]
 CALLS: dict[str, dict[str, Any]] = {
@@ -62,9 +61,9 @@ def main() -> None:
         "device": device_name(device),
         "versions": versions(),
         "commit": os.environ.get("SPECDEC_COMMIT") or commit(),
-        "settings": {"dtype": "bfloat16", "tiny": args.tiny, "repeats": 3, "new_tokens": 4 if args.tiny else 64},
+        "settings": {"dtype": "bfloat16", "tiny": args.tiny, "repeats": REPEATS, "new_tokens": 4 if args.tiny else 64},
         "copy_bandwidth": bandwidth(device, 1 << (20 if args.tiny else 30)),
-        "generation": {}, "passes": {}, "capture": {},
+        "generation": {}, "passes": {},
     }  # fmt: skip
     shapes = TINY if args.tiny else LLAMA
 
@@ -78,8 +77,8 @@ def main() -> None:
     save()
     for size, shape in shapes.items():
         model = build(shape, VOCAB[size] if not args.tiny else 256, device)
-        mean = sum(p.nbytes for p in model.parameters()) - model.get_input_embeddings().weight.nbytes
-        entry = {"bytes_read": mean, "read_once_ms": mean / result["copy_bandwidth"] * 1e3}
+        size_read = sum(p.nbytes for p in model.parameters()) - model.get_input_embeddings().weight.nbytes
+        entry = {"bytes_read": size_read, "read_once_ms": size_read / result["copy_bandwidth"] * 1e3}
         result["passes"][size] = {**entry, **passes(model, device, left)}
         save()
         print(size, f"{time.perf_counter() - START:.0f} s", flush=True)
@@ -99,7 +98,7 @@ def bandwidth(device: torch.device, size: int) -> float:
     return 2 * size / (timed(lambda: target.copy_(source), device)["median"] / 1e3)
 
 
-def timed(run: Any, device: torch.device, passes: int = 20, repeats: int = 3) -> dict[str, float]:
+def timed(run: Any, device: torch.device, passes: int = 20, repeats: int = REPEATS) -> dict[str, float]:
     """Milliseconds a pass: median, least and most of `repeats`, each over `passes` in a row."""
     run()
     found = []
@@ -192,13 +191,13 @@ def generations(device: torch.device, tokens: int) -> dict[str, Any]:
             for mode, dec in decoders.items():
                 options = {"max_new_tokens": tokens, "ignore_eos": True, "batch_size": 1, "seed": 5, **call}
                 first = dec.generate(PROMPTS, **options)
-                outs = [dec.generate(PROMPTS, **options) for _ in range(3)]
-                seconds = sorted(out.stats.times.total for out in outs)
+                outs = [dec.generate(PROMPTS, **options) for _ in range(REPEATS)]
+                median = sorted(out.stats.times.total for out in outs)[REPEATS // 2]
                 ids[mode] = first.token_ids
                 again = [out.provenance["compile"]["target"]["captured"] for out in outs]
                 rounds = first.stats.verify_passes
                 entry["eager" if mode == "off" else "graph"] = {
-                    "ms_a_token": seconds[1] / (tokens * len(PROMPTS)) * 1e3, "ms_a_round": seconds[1] / rounds * 1e3,
+                    "ms_a_token": median / (tokens * len(PROMPTS)) * 1e3, "ms_a_round": median / rounds * 1e3,
                     "first_call": first.provenance["compile"], "captured_again": sum(again),
                     "stable": all(out.token_ids == first.token_ids for out in outs),
                     "exact": first.provenance["exact"],

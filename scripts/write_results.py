@@ -3,6 +3,7 @@
     specdec bench --smoke --out results/bench_smoke_cpu.json     # README.md
     scripts/run_exactness.sh MODEL results                       # docs/exactness.md, on a GPU
     python scripts/measure_ngrams.py WHAT --out results/ngram_WHAT.json    # docs/ngram.md, cost and acceptance
+    python scripts/measure_graphs.py --out results/graphs_h100.json        # docs/speed.md, on a GPU
     python scripts/write_results.py
 
 A test fails when a block is not the one that its files give.
@@ -18,6 +19,7 @@ from typing import Any
 from specdec.research.exactness import PARTS
 from specdec.research.exactness_summary import RunRow, rows
 from specdec.research.ngram_report import acceptance_block, cost_block
+from specdec.research.speed_report import speed_block
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results" / "bench_smoke_cpu.json"
@@ -26,6 +28,8 @@ EXACTNESS = ROOT / "docs" / "exactness.md"
 EXACTNESS_RESULTS = [ROOT / "results" / f"exactness-{part}.json" for part in PARTS]
 NGRAM = ROOT / "docs" / "ngram.md"
 NGRAM_BLOCKS = {"ngram_cost.json": cost_block, "ngram_acceptance.json": acceptance_block}
+SPEED = ROOT / "docs" / "speed.md"
+SPEED_RESULTS = ROOT / "results" / "graphs_h100.json"
 START, END = "<!-- results:start -->", "<!-- results:end -->"
 TITLES = {
     "smollm2-135m": "SmolLM2-135M-Instruct, `prompt-lookup`",
@@ -139,6 +143,9 @@ def documents() -> dict[Path, str]:
     made = {EXACTNESS: exactness_block(found)}
     if RESULTS.is_file():
         made[README] = block(json.loads(RESULTS.read_text(encoding="utf-8")))
+    made[SPEED] = "Not measured yet."
+    if SPEED_RESULTS.is_file():
+        made[SPEED] = speed_block(json.loads(SPEED_RESULTS.read_text(encoding="utf-8")))
     ngram = [(ROOT / "results" / name, make) for name, make in NGRAM_BLOCKS.items()]
     measured = [make(json.loads(path.read_text(encoding="utf-8"))) for path, make in ngram if path.is_file()]
     made[NGRAM] = "\n\n".join(measured) or "Not measured yet."

@@ -12,15 +12,18 @@ Recording is behind the small `Recorder` protocol, so that everything else here 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from specdec.device import sync_allowed
 from specdec.errors import SpecdecError
 from specdec.trees import TreePass
 
@@ -31,6 +34,7 @@ GRAPH_WIDTH = 16
 RECOMPILE_LIMIT = 256
 
 log = logging.getLogger("specdec")
+_recording = threading.Lock()
 
 
 def check_compile(value: Any) -> None:
@@ -118,14 +122,20 @@ class Recorder(Protocol):
         """Returns (replay, result): `replay()` does what `run` did, from the same input buffers into `result`."""
 
 
+@cache
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream that passes are recorded on. One a device: cuBLAS keeps tens of megabytes for each stream it met."""
+    return torch.cuda.Stream(device)
+
+
 class CudaRecorder:
-    """CUDA graphs of one device, which share one pool of memory: they never run at the same time, and what they
+    """CUDA graphs of one model, which share one pool of memory: they never run at the same time, and what they
     return is copied before the next one runs."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self.pool = torch.cuda.graph_pool_handle()
-        self.stream = torch.cuda.Stream(device)
+        self.stream = side_stream(device)
 
     def warm_up(self, run: Callable[[], PassResult]) -> None:
         current = torch.cuda.current_stream(self.device)
@@ -180,7 +190,9 @@ class Graphs:
             if self.failure is not None:
                 return compute(inputs)
             started = time.perf_counter()
-            made = self._record(inputs, compute)
+            # What another thread runs on the side stream would become part of the recording.
+            with _recording, sync_allowed(inputs.tokens.device):
+                made = self._record(inputs, compute)
             self.seconds += time.perf_counter() - started
             if made is None:
                 return compute(inputs)
