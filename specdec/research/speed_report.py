@@ -18,17 +18,16 @@ def speed_block(result: dict[str, Any]) -> str:
     ]
     for size, entry in result["passes"].items():
         parts += [_pass_row(size, name, row, entry["read_once_ms"]) for name, row in entry["table"].items()]
-    made_rows = [
-        f"| {size} | {name} | {row['median']:.2f} | {row['median'] / entry['read_once_ms']:.2f} | {row['made_in_s']:.0f} |"
+    compiled = [
+        _compiled_row(size, name, row, entry["read_once_ms"])
         for size, entry in result["passes"].items()
         for name, row in entry.get("inductor", {}).items()
         if name != "cut"
     ]
-    if made_rows:
-        heads = ("model", "pass", "compiled ms", "compiled : weights read once", "made in s")
-        parts += ["", *_table(heads), *made_rows]
-    heads = ("embedded pair", "eager ms a token", "graph ms a token", "graph = eager", "graphs", "made in s")
-    parts += ["", *_table(heads), *(_call_row(*item) for item in result["generation"].items())]
+    if compiled:
+        parts += ["", *_table(("model", "pass", "compiled ms", "compiled : weights read once", "made in s")), *compiled]
+    parts += ["", *_table(("embedded pair", "eager ms a token", "graph ms a token", "same ids", "graphs", "made in s"))]
+    parts += [_call_row(*item) for item in result["generation"].items()]
     return "\n".join(parts)
 
 
@@ -40,6 +39,11 @@ def _pass_row(size: str, name: str, row: dict[str, Any], read_once: float) -> st
     eager, graph = row["off"]["median"], row.get("graph", {}).get("median")
     ratios = ["-"] * 3 if graph is None else [f"{graph:.2f}", f"{eager / graph:.2f}", f"{graph / read_once:.2f}"]
     return f"| {' | '.join([size, name, f'{eager:.2f}', *ratios])} |"
+
+
+def _compiled_row(size: str, name: str, row: dict[str, Any], read_once: float) -> str:
+    cells = [size, name, f"{row['median']:.2f}", f"{row['median'] / read_once:.2f}", f"{row['made_in_s']:.0f}"]
+    return f"| {' | '.join(cells)} |"
 
 
 def _call_row(name: str, entry: dict[str, Any]) -> str:
