@@ -6,6 +6,7 @@
     python scripts/measure_ngrams.py WHAT --out results/ngram_WHAT.json    # docs/ngram.md, cost and acceptance
     python scripts/measure_what_if.py WHAT --out results/what_if_WHAT.json # docs/analysis.md
     python scripts/measure_ablation.py --out results/ablation_overhead.json                # docs/ablation.md
+    python scripts/measure_graphs.py --out results/graphs_h100.json        # docs/speed.md, on a GPU
     python scripts/write_results.py
 
 A test fails when a block is not the one that its files give.
@@ -21,6 +22,7 @@ from typing import Any
 from specdec.research.exactness import PARTS
 from specdec.research.exactness_summary import RunRow, rows
 from specdec.research.ngram_report import acceptance_block, cost_block, table
+from specdec.research.speed_report import speed_block
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results" / "bench_smoke_cpu.json"
@@ -32,6 +34,8 @@ ANALYSIS, WHAT_IF_RESULTS = ROOT / "docs" / "analysis.md", sorted((ROOT / "resul
 NGRAM = ROOT / "docs" / "ngram.md"
 NGRAM_BLOCKS = {"ngram_cost.json": cost_block, "ngram_acceptance.json": acceptance_block}
 ABLATION, ABLATION_RESULTS = ROOT / "docs" / "ablation.md", ROOT / "results" / "ablation_overhead.json"
+SPEED = ROOT / "docs" / "speed.md"
+SPEED_RESULTS = ROOT / "results" / "graphs_h100.json"
 START, END = "<!-- results:start -->", "<!-- results:end -->"
 TITLES = {
     "smollm2-135m": "SmolLM2-135M-Instruct, `prompt-lookup`",
@@ -200,6 +204,9 @@ def documents() -> dict[Path, str]:
     made[ANALYSIS] = what_if_block([json.loads(path.read_text(encoding="utf-8")) for path in WHAT_IF_RESULTS])
     if ABLATION_RESULTS.is_file():
         made[ABLATION] = ablation_block(json.loads(ABLATION_RESULTS.read_text(encoding="utf-8")))
+    made[SPEED] = "Not measured yet."
+    if SPEED_RESULTS.is_file():
+        made[SPEED] = speed_block(json.loads(SPEED_RESULTS.read_text(encoding="utf-8")))
     ngram = [(ROOT / "results" / name, make) for name, make in NGRAM_BLOCKS.items()]
     measured = [make(json.loads(path.read_text(encoding="utf-8"))) for path, make in ngram if path.is_file()]
     made[NGRAM] = "\n\n".join(measured) or "Not measured yet."

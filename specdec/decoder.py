@@ -19,6 +19,7 @@ from specdec.drafters.base import DraftContext
 from specdec.drafters.chain import Chain, build_chain, upstream_order
 from specdec.engine import Engine
 from specdec.errors import SpecdecError
+from specdec.graphs import check_compile
 from specdec.kv_cache import KeptRows
 from specdec.loading import LoadedPair, check_is_model, check_model_kind, check_modules, self_test
 from specdec.prompts import TextStream, encode_prompts
@@ -37,7 +38,8 @@ class SpeculativeDecoder:
     target_model, draft_model: transformers causal language models, left as they are; tokenizer: for text prompts and
     texts; draft_tokenizer: the draft's, None = the same; strategies: names or configured drafters in priority order,
     None = `draft-model` with a draft and `prompt-lookup` without, [] = plain decoding; attn_implementation: None =
-    specdec's own, or "sdpa" / "eager"; exact: True, False or "auto" (docs/exactness.md).
+    specdec's own, or "sdpa" / "eager"; exact: True, False or "auto" (docs/exactness.md); compile: "off", "graph",
+    "inductor", "max", or "auto" = graphs on a GPU (docs/speed.md).
 
     Raises SpecdecError for a pair that cannot work and for a model whose ragged pass is not its plain pass.
     """
@@ -52,9 +54,11 @@ class SpeculativeDecoder:
         *,
         attn_implementation: str | None = None,
         exact: Any = "auto",
+        compile: str = "auto",
         check: bool = True,
     ):
         check_exact(exact)
+        check_compile(compile)
         self.strategies = make_drafters(strategies, draft_model is not None)
         for model, role in ((target_model, "target"), (draft_model, "draft")):
             if model is not None or role == "target":
@@ -62,8 +66,8 @@ class SpeculativeDecoder:
                 check_model_kind(model.config, role)
         translate = any(getattr(d, "translate", False) for d in self.strategies)
         self.report = check_modules(target_model, draft_model, tokenizer, draft_tokenizer, translate)
-        self.target = Runner(target_model, attn_implementation)
-        self.draft = Runner(draft_model, attn_implementation) if draft_model is not None else None
+        self.target = Runner(target_model, attn_implementation, compile)
+        self.draft = Runner(draft_model, attn_implementation, compile) if draft_model is not None else None
         self.tokenizer, self.draft_tokenizer = tokenizer, draft_tokenizer or tokenizer
         self.exact = exact
         self.reader = HostReader()
@@ -79,8 +83,9 @@ class SpeculativeDecoder:
         cls, target: str | Path, draft: str | Path | None = None, strategies: Any = None, **options: Any
     ) -> SpeculativeDecoder:
         """Load a pair by hub id, folder or GGUF file; options are those of `specdec.load_pair` and of this class."""
-        own = {name: options.pop(name) for name in ("exact", "check") if name in options}
+        own = {name: options.pop(name) for name in ("exact", "compile", "check") if name in options}
         check_exact(own.get("exact", "auto"))
+        check_compile(own.get("compile", "auto"))
         drafters = make_drafters(strategies, draft is not None)
         check_draft(drafters, draft)
         translate = any(getattr(d, "translate", False) for d in drafters)
@@ -268,7 +273,7 @@ class Call:
         decoder, target = self.decoder, self.decoder.target
         keep = self.settings.keep_state
         previous = decoder._kept_chain if keep else None
-        shapes = Shapes.choose(target.device, self.exact, self.capacity)
+        shapes = Shapes.choose(target.device, self.exact, target.pool.room(self.capacity))
         context = DraftContext(
             self.batch, self.capacity, target.vocab_size, decoder.draft, decoder.tokenizer, decoder.draft_tokenizer,
             decoder.reader, dict(zip(previous.labels, previous.drafters, strict=True)) if previous else {},
@@ -278,10 +283,11 @@ class Call:
         # A tree's nodes lie side by side in slots that a chain of the same depth would not need.
         spare = shapes.verify_width if tree_makers(self.drafters) else 0
         self.reads_before = decoder.reader.count
+        self.recorded_before = {role: r.recorded for role, r in decoder._runners().items()}
         self.started = time.perf_counter()
         self.engine = Engine(
             runner=target,
-            cache=target.pool.lease(self.batch, self.capacity + spare),
+            cache=target.lease(self.batch, self.capacity + spare),
             shapes=shapes,
             chain=chain,
             rule=self.rule,
@@ -350,6 +356,7 @@ class Call:
             "settings": {**self.settings.to_dict(), "acceptance": self.rule.name},
             "strategies": [{"name": d.name, **getattr(d, "parameters", dict)()} for d in self.drafters],
             "exact": self.exact,
+            "compile": {role: r.compile_report(self.recorded_before[role]) for role, r in decoder._runners().items()},
             "batch": self.batch,
             "lossy": self.rule.lossy,
         }

@@ -22,10 +22,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,7 +41,7 @@ from specdec.rows import Row
 from specdec.runner import HostReader, Runner, Shapes, to_device
 from specdec.sampling import History, Sampling, fold_int
 from specdec.stats import Stats, Times
-from specdec.trees import Parents, Shape, TreeLayout, chain_parents, moves, shape_of, tree_pass
+from specdec.trees import Parents, Shape, TreeLayout, array_on, chain_parents, moves, shape_of, tree_pass
 
 
 @dataclass
@@ -203,18 +204,20 @@ class Engine:
         device = self.runner.device
         ids = [[0] * width for _ in range(self.batch)]
         lengths = [0] * self.batch
+        on_device: dict[int, Tensor] = {}
+        unread: dict[int, Tensor] = {}
         for b, draft in drafts.items():
             lengths[b] = len(draft)
-            if not isinstance(draft.tokens, Tensor):
+            if isinstance(draft.tokens, Tensor):
+                on_device[b] = draft.tokens[:width]
+            else:
                 listed = self._checked(draft)[:width]
                 ids[b][: len(listed)] = listed
-        matrix, totals = to_device(ids, device), to_device(lengths, device)
-        for b, draft in drafts.items():
-            if isinstance(draft.tokens, Tensor):
-                chunk = draft.tokens[:width].to(device, non_blocking=True)
-                matrix[b, : len(chunk)] = chunk
             if draft.length is not None:
-                totals[b] = draft.length.to(device, non_blocking=True)
+                unread[b] = draft.length[None]
+        matrix, totals = to_device(ids, device), to_device(lengths, device)
+        put_rows(matrix, on_device)
+        put_rows(totals[:, None], unread)
         return matrix, totals
 
     def _checked(self, draft: Draft) -> list[int]:
@@ -229,13 +232,12 @@ class Engine:
         # Under coupled q is for the records alone: acceptance compares tokens.
         if not claims or (self.rule.proposal == "coupled" and not self.record):
             return None, None, False
-        width = scores.shape[1]
         q = torch.zeros_like(scores)
         for b, law in claims.items():
             if law.shape[-1] != q.shape[-1]:
                 wide, name = law.shape[-1], drafts[b].drafter
                 raise SpecdecError(f"strategy {name!r} gave a q over {wide} ids, the target has {q.shape[-1]}")
-            q[b, : min(width, len(law))] = law[:width].to(scores.device, non_blocking=True)
+        put_rows(q, {b: law[: scores.shape[1]] for b, law in claims.items()})
         has_q = to_device([b in claims for b in range(self.batch)], scores.device, torch.bool)
         return q, has_q, len(claims) == sum(len(d) > 0 for d in drafts.values())
 
@@ -359,6 +361,15 @@ class Engine:
             host_reads=self.reader.count - reads_before,
             times=self.times,
         )
+
+
+def put_rows(table: Tensor, rows: Mapping[int, Tensor]) -> None:
+    """table[b, : len(rows[b])] = rows[b] for every b, in one write; table [B, S, ...], rows [n, ...] on any device."""
+    if not rows:
+        return
+    flat = torch.cat([row.to(table.device, table.dtype, non_blocking=True) for row in rows.values()])
+    places = np.concatenate([b * table.shape[1] + np.arange(len(row)) for b, row in rows.items()])
+    table.view(-1, *table.shape[2:]).index_copy_(0, array_on(places, table.device), flat)
 
 
 class Clock:

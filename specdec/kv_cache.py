@@ -85,7 +85,8 @@ class RaggedLayer(CacheLayerMixin):
         assert self.aim is not None
         aim = self.aim.on(self.device)
         views = self.views
-        if views is None or views.kv_len != aim.kv_len or views.rows != aim.rows:
+        # A compiled pass must not meet buffer and views of it as separate arguments: it would copy to keep them apart.
+        if torch.compiler.is_compiling() or views is None or views.kv_len != aim.kv_len or views.rows != aim.rows:
             views = self._look(aim)
         _write(views.keys, key_states, aim)
         _write(views.values, value_states, aim)
@@ -97,8 +98,10 @@ class RaggedLayer(CacheLayerMixin):
         read = (keys[:, :, : aim.kv_len], values[:, :, : aim.kv_len])
         if aim.only is not None:
             keys, values = keys[0], values[0]
-        self.views = Views(keys, values, read, aim.rows, aim.kv_len)
-        return self.views
+        views = Views(keys, values, read, aim.rows, aim.kv_len)
+        if not torch.compiler.is_compiling():
+            self.views = views
+        return views
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
         return self.capacity + 1, 0
@@ -132,6 +135,9 @@ class RaggedCache(Cache):
         super().__init__(layers=[RaggedLayer(batch, capacity) for _ in range(n_layers)])
         self.batch = batch
         self.capacity = capacity
+        # Recorded passes know the buffers' addresses, so they live and die with them (graphs.py).
+        self.graphs: dict[Any, Any] | None = None
+        self.recorded_from: tuple[int, ...] = ()
 
     def aim(self, slots: Tensor, rows: slice, kv_len: int) -> None:
         """Set where the next pass writes (`slots` [B', S]) and how far it reads."""
@@ -198,21 +204,40 @@ def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
     return int(differs[0]) if len(differs) else n
 
 
+def rounded_up(tokens: int, step: int, parts: int = 0) -> int:
+    """`tokens` up to a multiple of `step`; if parts > 0, of a step that grows to `parts` steps a doubling."""
+    if parts:
+        step = max(step, (1 << (max(1, tokens).bit_length() - 1)) // parts)
+    return -(-tokens // step) * step
+
+
 class CachePool:
     """Keeps one idle cache, so that a call after another does not allocate again.
+
+    With `step` > 1 capacities are rounded up to its multiples (to a sixteenth of a doubling where that is more), and an
+    idle cache also serves calls that need less: what was recorded for it stays good.
 
     A call *leases* a cache and gives it back when it ends. Two generators that are open at the same time therefore
     never share one: the second finds the pool empty and allocates its own.
     """
 
-    def __init__(self, n_layers: int):
+    def __init__(self, n_layers: int, step: int = 1):
         self.n_layers = n_layers
+        self.step = step
         self.idle: RaggedCache | None = None
 
+    def room(self, capacity: int) -> int:
+        """The capacity that a cache for `capacity` tokens a row gets."""
+        return capacity if self.step == 1 else rounded_up(capacity, self.step, 16)
+
     def lease(self, batch: int, capacity: int) -> RaggedCache:
+        """A cache of `room(capacity)` tokens a row, or a larger one."""
+        capacity = self.room(capacity)
         cache, self.idle = self.idle, None
-        if cache is not None and cache.batch == batch and cache.capacity == capacity:
-            return cache
+        if cache is not None and cache.batch == batch:
+            enough = cache.capacity >= capacity if self.step > 1 else cache.capacity == capacity
+            if enough:
+                return cache
         return RaggedCache(self.n_layers, batch, capacity)
 
     def give_back(self, cache: RaggedCache) -> None:

@@ -19,6 +19,7 @@ from specdec.attention import AttentionSwitch, check_attention
 from specdec.config import PairConfig, from_dict
 from specdec.demo_models import draft_path, target_path
 from specdec.errors import SpecdecError
+from specdec.kv_cache import RaggedCache
 from specdec.report import ModelFacts, PairReport
 from specdec.runner import Runner, Shapes, context_length, to_device
 
@@ -311,7 +312,7 @@ def self_test(runner: Runner, role: str) -> None:
     generator = torch.Generator().manual_seed(0)
     ids = [torch.randint(0, runner.vocab_size, (n,), generator=generator).tolist() for n in lengths]
     wrong = torch.randint(0, runner.vocab_size, (2, 3), generator=generator).tolist()
-    cache = runner.pool.lease(2, longest)
+    cache = RaggedCache(runner.pool.n_layers, 2, longest)
     shapes = Shapes.choose(runner.device, False, longest)
     # Eager is the reference: it is the only stock path that honours everything a model asks for (soft caps, sinks).
     plain = AttentionSwitch(runner.model, "eager")

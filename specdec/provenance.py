@@ -13,7 +13,7 @@ import transformers
 from torch import nn
 
 import specdec
-from specdec.runner import sync_allowed
+from specdec.device import sync_allowed
 
 _SAMPLES = 64  # values read per parameter
 

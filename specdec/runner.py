@@ -1,8 +1,12 @@
 """Runs a model over a ragged cache: prompt prefill, and passes of a few fixed widths.
 
 A pass feeds up to S tokens to each row of the batch. Widths S come from a short list, and so do the K/V lengths that
-attention reads, so that a later CUDA graph or compiled variant is captured once per shape and not once per call.
+attention reads, so that a CUDA graph or compiled variant (graphs.py) is made once per shape and not once per call.
 Shorter rows are padded: padding goes to the cache's trash slot and its logits are ignored.
+
+Passes over all rows of a leased cache are replayed from graphs where the mode says so; prefill, which feeds one row
+at a time in wide chunks, runs eagerly. Everything that a pass computes from its inputs it computes from tensors, so
+that a graph needs no more than its input buffers refilled.
 
 In exact mode there is one width and one K/V length for the whole call; a token's logits are then computed by the
 same kernels in the same order, whatever else is in the pass (design notes in docs/exactness.md).
@@ -11,23 +15,36 @@ same kernels in the same order, whatever else is in the pass (design notes in do
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from specdec.attention import AttentionSwitch, MaskBuilder, check_attention
-from specdec.kv_cache import CachePool, RaggedCache, kv_widths
-from specdec.trees import TreePass
+from specdec.device import sync_allowed
+from specdec.graphs import (
+    GRAPH_WIDTH,
+    CompiledModel,
+    CudaRecorder,
+    Graphs,
+    PassInputs,
+    PassKey,
+    PassResult,
+    Recorder,
+    choose_mode,
+)
+from specdec.kv_cache import CachePool, RaggedCache, kv_widths, rounded_up
+from specdec.trees import TreePass, array_on
 
 # On a CPU every padded token costs its share of the weights' arithmetic, so narrow widths are all there; on a GPU a
 # pass of 8 costs what a pass of 1 costs, and few shapes mean few graphs.
 CPU_WIDTHS = (*range(1, 18), 24, 32, 48, 64, 128, 256, 512)
 CUDA_WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 EXACT_WIDTH = 8
+KV_STEP = 256  # caches of about the same size are one size, so that the next call finds its graphs
 
 
 @dataclass(frozen=True)
@@ -35,22 +52,23 @@ class Shapes:
     """The fixed shapes of one call.
 
     widths: allowed tokens a pass and row, ascending; verify_width: most tokens a verify pass feeds to a row (longer
-    drafts go in chunks); kv_step: K/V lengths are rounded up to its multiples (tokens); kv_fixed: one K/V length for
-    the whole call, or None.
+    drafts go in chunks); kv_step: K/V lengths are rounded up to its multiples (tokens); kv_parts: if > 0, the step
+    grows with the length, to so many steps a doubling; kv_fixed: one K/V length for the whole call, or None.
     """
 
     widths: tuple[int, ...]
     verify_width: int
     kv_step: int
+    kv_parts: int = 0
     kv_fixed: int | None = None
 
     @staticmethod
     def choose(device: torch.device, exact: bool, capacity: int) -> Shapes:
         if exact:
-            return Shapes(tuple(sorted({EXACT_WIDTH, CUDA_WIDTHS[-1]})), EXACT_WIDTH, 1, capacity)
+            return Shapes(tuple(sorted({EXACT_WIDTH, CUDA_WIDTHS[-1]})), EXACT_WIDTH, 1, kv_fixed=capacity)
         if device.type == "cpu":
             return Shapes(CPU_WIDTHS, 17, 32)
-        return Shapes(CUDA_WIDTHS, 16, 256)
+        return Shapes(CUDA_WIDTHS, 16, 256, 4)
 
     def width(self, tokens: int) -> int:
         """The narrowest allowed width for `tokens` tokens."""
@@ -59,7 +77,7 @@ class Shapes:
     def kv_len(self, tokens: int, capacity: int) -> int:
         if self.kv_fixed is not None:
             return self.kv_fixed
-        return min(capacity, -(-tokens // self.kv_step) * self.kv_step)
+        return min(capacity, rounded_up(tokens, self.kv_step, self.kv_parts))
 
 
 @dataclass
@@ -82,10 +100,15 @@ class PassOutput:
 
 @dataclass
 class Runner:
-    """A model, its attention switch and its mask builder. Holds no state of any call: caches are passed in."""
+    """A model, its attention switch and its mask builder. Holds no state of any call: caches are passed in.
+
+    compile: "off", "graph", "inductor", "max" or "auto" (graphs.py); `mode` is what became of it on this device.
+    """
 
     model: Any
     attn_implementation: str | None = None
+    compile: str = "off"
+    recorder: Recorder | None = None  # None = CUDA graphs, where the mode asks for any
     pool: CachePool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -100,7 +123,9 @@ class Runner:
         self.context: int = context_length(self.config)
         self.switch = AttentionSwitch(self.model, implementation)
         self.masks = MaskBuilder(self.config, implementation, self.dtype)
-        self.pool = CachePool(kv_widths(self.config)[0])
+        self._choose_graphs()
+        step = KV_STEP if self.device.type == "cuda" or self.graphs is not None else 1
+        self.pool = CachePool(kv_widths(self.config)[0], step)
         accepted = inspect.signature(self.model.forward).parameters
         # transformers 5.24 renamed the argument; the old name still works there but warns.
         self.cache_argument = "cache" if "cache" in accepted else "past_key_values"
@@ -124,33 +149,84 @@ class Runner:
         only.
         """
         batch, width = tokens.shape
+        # Ids that the embedding lacks can only be padding ids of a wider partner's vocabulary; feeding another id
+        # there costs acceptance, never correctness.
+        tokens = tokens.clamp(max=self.embedded - 1)
         reach = max(s + (c if tree is None else tree.region) for s, c in zip(starts, counts, strict=True))
-        kv_len = shapes.kv_len(reach, cache.capacity)
-        layout = to_device([list(starts), list(counts)], self.device)  # [2, B]
-        column = torch.arange(width, device=self.device)
+        first, region = (0 if rows is None else rows.start), 0
+        known = cache.graphs if rows is None and width <= GRAPH_WIDTH else None
+        fitted = tree
+        if tree is not None:
+            region = shapes.width(tree.region) if known is not None else tree.region
+            fitted = tree.widened(region)
+        key = PassKey(batch, first, width, shapes.kv_len(reach, cache.capacity), keep, hidden, region)
+        inputs = PassInputs(tokens, to_device([list(starts), list(counts)], self.device), fitted)
+
+        def compute(inputs: PassInputs) -> PassResult:
+            return self._compute(cache, key, inputs)
+
+        if known is not None and self.graphs is not None:
+            result = self.graphs.run(known, key, inputs, compute)
+        else:
+            result = compute(inputs)
+        return PassOutput(result.logits, tokens, starts, counts, first, result.hidden, tree)
+
+    def _compute(self, cache: RaggedCache, key: PassKey, inputs: PassInputs) -> PassResult:
+        """The pass itself, from tensors alone: no value of `inputs` is known here."""
+        layout, tree = inputs.layout, inputs.tree
+        column = torch.arange(key.width, device=self.device)
         real = column < layout[1, :, None]  # [B, S]
         slots = layout[0, :, None] + (column if tree is None else tree.offsets)
         ahead = slots if tree is None else layout[0, :, None] + tree.depths.gather(1, tree.offsets)
         positions = torch.where(real, ahead, 0)
-        cache.aim(torch.where(real, slots, cache.capacity), rows or slice(0, batch), kv_len)
-        # Ids that the embedding lacks can only be padding ids of a wider partner's vocabulary; feeding another id
-        # there costs acceptance, never correctness.
-        tokens = tokens.clamp(max=self.embedded - 1)
+        rows = slice(key.first_row, key.first_row + key.batch)
+        cache.aim(torch.where(real, slots, cache.capacity), rows, key.kv_len)
         arguments: dict[str, Any] = {
-            "input_ids": tokens,
+            "input_ids": inputs.tokens,
             "position_ids": positions,
-            "attention_mask": self.masks(positions, kv_len, tree),
+            "attention_mask": self.masks(positions, key.kv_len, tree),
             self.cache_argument: cache,
             "use_cache": True,
         }
-        if keep and self.can_trim_logits:
-            arguments["logits_to_keep"] = keep
-        if hidden:
+        if key.keep and self.can_trim_logits:
+            arguments["logits_to_keep"] = key.keep
+        if key.hidden:
             arguments["output_hidden_states"] = True
+        # Of wide passes only few are of one shape: compiling each would take longer than it saves.
+        forward = self.compiled if self.compiled is not None and key.width <= GRAPH_WIDTH else self.model
         with torch.no_grad(), self.switch.on():
-            out = self.model(**arguments)
-        first = rows.start if rows is not None else 0
-        return PassOutput(out.logits, tokens, starts, counts, first, out.hidden_states if hidden else None, tree)
+            out = forward(**arguments)
+        return PassResult(out.logits, out.hidden_states if key.hidden else None)
+
+    def lease(self, batch: int, capacity: int) -> RaggedCache:
+        """A cache for a call, to be given back to `pool`; with its recorded passes, if the weights have stayed."""
+        cache = self.pool.lease(batch, capacity)
+        if self.graphs is not None:
+            weights = tuple(t.data_ptr() for ts in (self.model.parameters(), self.model.buffers()) for t in ts)
+            if cache.graphs is None or cache.recorded_from != weights:
+                cache.graphs, cache.recorded_from = {}, weights
+        return cache
+
+    @property
+    def recorded(self) -> tuple[int, float]:
+        """(graphs, seconds): passes recorded so far, and what that took."""
+        return (self.graphs.captures, self.graphs.seconds) if self.graphs is not None else (0, 0.0)
+
+    def compile_report(self, before: tuple[int, float]) -> dict[str, Any]:
+        """What passes run as, for provenance; `before`: `recorded` as the call began."""
+        graphs, seconds = self.recorded
+        made = {"mode": self.mode, "graphs": graphs, "captured": graphs - before[0], "seconds": seconds - before[1]}
+        failure = self.graphs.failure if self.graphs is not None else None
+        return made if failure is None else {**made, "failure": failure}
+
+    def _choose_graphs(self) -> None:
+        self.mode = "graph" if self.recorder is not None else choose_mode(self.compile, self.model, self.device)
+        self.graphs: Graphs | None = None
+        self.compiled: CompiledModel | None = None
+        if self.mode != "off":
+            self.graphs = Graphs(self.recorder or CudaRecorder(self.device), type(self.model).__name__)
+        if self.mode in ("inductor", "max"):
+            self.compiled = CompiledModel(self.model, self.mode)
 
     def prefill(
         self,
@@ -189,24 +265,8 @@ def context_length(config: Any) -> int:
 
 def to_device(values: Any, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
     """A host list as a tensor on `device`, without making the host wait for the device."""
-    tensor = torch.tensor(values, dtype=dtype)
-    if device.type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
-
-
-@contextmanager
-def sync_allowed(device: torch.device) -> Iterator[None]:
-    """Suspend `torch.cuda.set_sync_debug_mode`, with which a caller can prove that nothing else waits."""
-    if device.type != "cuda":
-        yield
-        return
-    mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode(0)
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
+    # Through numpy: torch reads nested lists ten times slower.
+    return array_on(np.array(values), device).to(dtype)
 
 
 class HostReader:

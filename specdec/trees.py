@@ -103,6 +103,14 @@ class TreePass:
     def region(self) -> int:
         return self.depths.shape[1]
 
+    def widened(self, region: int) -> TreePass:
+        """The same pass with regions of `region` >= R slots; the further ones hold nothing that is seen."""
+        more = region - self.region
+        if more == 0:
+            return self
+        pad = torch.nn.functional.pad
+        return TreePass(self.starts, self.offsets, pad(self.depths, (0, more)), pad(self.sees, (0, more)))
+
     def look(self, positions: Tensor, kv_len: int, groups: int) -> tuple[Tensor, Tensor]:
         """(age, seen), each [B, G * S, kv_len]: how many positions a query is ahead of a slot, and whether it may
         attend to it. positions [B, S]. Padding sees slot 0, because a softmax over nothing is NaN."""

@@ -11,6 +11,7 @@ import pytest
 
 from specdec.errors import SpecdecError
 from specdec.research import bench
+from specdec.research.speed_report import speed_block
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -154,9 +155,31 @@ def test_the_exactness_block_holds_the_figures_of_every_file(write_results: Any)
     assert write_results.exactness_block([]) == "Not measured yet."
 
 
+def test_the_speed_block_holds_the_figures() -> None:
+    row = {"median": 8.0, "min": 7.0, "max": 9.0}
+    report = {"target": {"captured": 3, "seconds": 1.25}, "draft": {"captured": 2, "seconds": 0.25}}
+    call = {"eager": {"ms_a_token": 30.0}, "graph": {"ms_a_token": 10.0, "first_call": report}}
+    document = {
+        "date": "d", "machine": {"gpu": "G", "processor": "p"}, "commit": "abc", "copy_bandwidth": 3e12,
+        "versions": {"torch": "t", "transformers": "h", "specdec": "s"}, "settings": {"dtype": "bf", "repeats": 3},
+        "passes": {
+            "8B": {
+                "read_once_ms": 5.0, "table": {"width 8": {"off": {"median": 24.0}, "graph": row}, "cut": {"off": row}},
+                "inductor": {"width 8": {**row, "made_in_s": 61.0}, "cut": True},
+            }
+        },
+        "generation": {"plain": {**call, "graph_equals_eager": False}},
+    }  # fmt: skip
+    made = speed_block(document)
+    assert "| 8B | width 8 | 24.00 | 8.00 | 3.00 | 1.60 |" in made
+    assert "| 8B | cut | 8.00 | - | - | - |" in made
+    assert "| 8B | width 8 | 8.00 | 1.60 | 61 |" in made
+    assert "| plain | 30.00 | 10.00 | no | 5 | 1.5 |" in made
+
+
 def test_the_documents_show_the_committed_results(write_results: Any) -> None:
     documents = write_results.documents()
-    names = {"README.md", "ablation.md", "analysis.md", "exactness.md", "losslessness.md", "ngram.md"}
-    assert {path.name for path in documents} == names
+    names = {"ablation.md", "analysis.md", "exactness.md", "losslessness.md", "ngram.md", "speed.md"}
+    assert {path.name for path in documents} == {"README.md", *names}
     for path, text in documents.items():
         assert path.read_text(encoding="utf-8") == text, "run scripts/write_results.py"

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from specdec import DraftModel, NgramSimple, PromptLookup, SpeculativeDecoder
+from specdec.engine import put_rows
 from tests.helpers.playing import (
     Scripted,
     check_counts,
@@ -263,3 +264,19 @@ def test_a_half_precision_pair_gives_the_same_text_with_and_without_drafts_in_ex
     plain = decoder.generate(prompts, 24, strategies=[], exact=True)
     for chain in ("draft-model 5", "prompt-lookup long", "three"):
         assert decoder.generate(prompts, 24, strategies=CHAINS[chain], exact=True).token_ids == plain.token_ids
+
+
+@pytest.mark.parametrize("tail", [(), (5,)])
+def test_drafts_on_the_device_reach_their_own_rows(tail: tuple[int, ...]) -> None:
+    """One write for all rows does what a copy for each would, whatever lengths they have."""
+    generator = torch.Generator().manual_seed(0)
+    rows = {b: torch.randn((n, *tail), generator=generator) for b, n in ((3, 2), (0, 4), (1, 0))}
+    table = torch.full((5, 4, *tail), 7.0)
+    expected = table.clone()
+    for b, row in rows.items():
+        expected[b, : len(row)] = row
+    put_rows(table, rows)
+    assert torch.equal(table, expected)
+    put_rows(table, {1: rows[1]})
+    put_rows(table, {})
+    assert torch.equal(table, expected)

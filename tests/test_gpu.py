@@ -23,9 +23,11 @@ PROMPTS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def decoder() -> specdec.SpeculativeDecoder:
-    return specdec.SpeculativeDecoder.from_pretrained("demo-target", "demo-draft", device="cuda", dtype="bfloat16")
+@pytest.fixture(scope="module", params=["off", "graph"])
+def decoder(request: pytest.FixtureRequest) -> specdec.SpeculativeDecoder:
+    return specdec.SpeculativeDecoder.from_pretrained(
+        "demo-target", "demo-draft", device="cuda", dtype="bfloat16", compile=request.param
+    )
 
 
 @pytest.fixture
@@ -45,6 +47,7 @@ def sync_is_an_error() -> Iterator[None]:
         {"strategies": ["draft-model:p_min=0.3"], "temperature": 0.8},
         {"output_logprobs": True},
         {"strategies": ["prompt-lookup", "draft-model"]},
+        {"strategies": ["draft-model:tree=2x2"], "temperature": 0.8},
     ],
 )
 def test_a_round_waits_for_the_device_once(
@@ -67,8 +70,11 @@ def test_target_and_draft_on_different_devices(devices: tuple[str, str], tempera
     assert out.stats.accepted_tokens > 0
 
 
-def test_float32_on_the_gpu_equals_transformers_generate(decoder: specdec.SpeculativeDecoder) -> None:
-    dec = specdec.SpeculativeDecoder.from_pretrained("demo-target", "demo-draft", device="cuda", dtype="float32")
+@pytest.mark.parametrize("mode", ["off", "graph"])
+def test_float32_on_the_gpu_equals_transformers_generate(mode: str) -> None:
+    dec = specdec.SpeculativeDecoder.from_pretrained(
+        "demo-target", "demo-draft", device="cuda", dtype="float32", compile=mode
+    )
     ids = [dec.tokenizer(p)["input_ids"] for p in PROMPTS]
     out = dec.generate(ids, max_new_tokens=48, ignore_eos=True)
     for row, prompt in enumerate(ids):
@@ -89,6 +95,67 @@ def test_bfloat16_is_exact_by_default(decoder: specdec.SpeculativeDecoder, batch
         assert plain.provenance["exact"]
         assert fast.token_ids == plain.token_ids
         assert fast.stats.accepted_tokens > 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strategies": []},
+        {},
+        {"temperature": 0.8, "seed": 4},
+        {"temperature": 0.8, "seed": 4, "strategies": ["draft-model:tree=3x2"]},
+        {"strategies": ["prompt-lookup", "draft-model:p_min=0.3"], "output_logprobs": True},
+    ],
+)
+def test_graphs_give_the_eager_text_at_any_prompt_length(options: dict) -> None:
+    eager, graph = (
+        specdec.SpeculativeDecoder.from_pretrained(
+            "demo-target", "demo-draft", device="cuda", dtype="float32", draft_dtype="float32", compile=mode
+        )
+        for mode in ("off", "graph")
+    )
+    for prompts in (PROMPTS, [PROMPTS[0] * 8], [PROMPTS[2] * 40, *PROMPTS[:2]], PROMPTS):
+        call = {"max_new_tokens": 40, "ignore_eos": True, **options}
+        out = graph.generate(prompts, **call)
+        assert out.token_ids == eager.generate(prompts, **call).token_ids
+        assert out.provenance["compile"]["target"]["mode"] == "graph"
+        assert "failure" not in out.provenance["compile"]["target"]
+    again = graph.generate(PROMPTS, **call).provenance["compile"]
+    assert {role: report["captured"] for role, report in again.items()} == {"target": 0, "draft": 0}
+    assert again["target"]["graphs"] > 0
+
+
+def test_a_larger_cache_of_an_earlier_call_does_not_change_exact_text(decoder: specdec.SpeculativeDecoder) -> None:
+    call = {"max_new_tokens": 48, "ignore_eos": True, "strategies": []}
+    fresh = specdec.SpeculativeDecoder(decoder.target.model, None, decoder.tokenizer, compile=decoder.target.mode)
+    expected = fresh.generate(PROMPTS, **call).token_ids
+    decoder.generate([p * 60 for p in PROMPTS], **call)
+    out = decoder.generate(PROMPTS, **call)
+    assert decoder.target.pool.idle.capacity > fresh.target.pool.idle.capacity
+    assert out.token_ids == expected
+
+
+def test_a_pass_that_cannot_be_recorded_leaves_a_working_decoder() -> None:
+    model = tiny_model("llama").to("cuda", torch.bfloat16)
+    model.model.layers[1].mlp.register_forward_hook(lambda module, inputs, output: output * float(output.sum() * 0 + 1))
+    dec = specdec.SpeculativeDecoder(model, check=False)
+    for _ in range(2):
+        out = dec.generate([[1, 2, 3], [4, 5]], 16)
+    eager = specdec.SpeculativeDecoder(model, check=False, compile="off").generate([[1, 2, 3], [4, 5]], 16)
+    assert out.token_ids == eager.token_ids
+    assert out.provenance["compile"]["target"]["captured"] == 0
+    assert "failure" in out.provenance["compile"]["target"]
+
+
+def test_compiled_passes_are_exact() -> None:
+    model = tiny_model("llama", hidden_size=64).to("cuda", torch.bfloat16)
+    dec = specdec.SpeculativeDecoder(model, coarsen(model, 0.3), compile="inductor")
+    plain = dec.generate([[1, 2, 3], [4, 5]], 32, strategies=[])
+    fast = dec.generate([[1, 2, 3], [4, 5]], 32)
+    assert plain.provenance["exact"]
+    assert plain.provenance["compile"]["target"]["mode"] == "inductor"
+    assert fast.token_ids == plain.token_ids
+    assert fast.stats.accepted_tokens > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -123,9 +190,14 @@ def test_a_mixture_of_experts_is_not_claimed_exact() -> None:
 
 def test_the_cache_takes_the_memory_that_the_report_predicts(decoder: specdec.SpeculativeDecoder) -> None:
     torch.cuda.synchronize()
-    dec = specdec.SpeculativeDecoder(decoder.target.model, decoder.draft.model, decoder.tokenizer, check=False)
+    mode = decoder.target.mode
+    dec = specdec.SpeculativeDecoder(
+        decoder.target.model, decoder.draft.model, decoder.tokenizer, check=False, compile=mode
+    )
+    dec.generate([[1] * 8], 8)  # workspaces that cuBLAS makes once and keeps are no part of the cache
     tokens = 1500
     call = dec._call([[1] * (tokens - 8)] * 4, None, max_new_tokens=8)
+    dec.target.pool.idle = dec.draft.pool.idle = None
     before = torch.cuda.memory_allocated()
     with call:
         for _ in call.engine.run():

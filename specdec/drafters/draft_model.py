@@ -251,7 +251,7 @@ class DraftCore:
     def __init__(self, runner: Runner, batch: int, capacity: int, kept: KeptRows | None = None, spare: int = 0):
         self.runner, self.batch = runner, batch
         self.capacity = min(capacity, runner.context)
-        self.cache = runner.pool.lease(batch, self.capacity + spare)
+        self.cache = runner.lease(batch, self.capacity + spare)
         self.kept = kept
         self.shapes = Shapes.choose(runner.device, False, self.capacity)
         self.text = np.zeros((batch, self.capacity), dtype=np.int64)

@@ -195,7 +195,7 @@ def why_not_equal(
 def replay(runner: Runner, ids: Sequence[int], prompt_length: int, shape: PassShape) -> Tensor:
     """Logits [V] float32 after `ids`, fed as a run of this shape feeds them: a prefill of the prompt without its last
     token, then passes of `shape.tokens`. The first of these passes is the short one, so that the last is full."""
-    capacity = shape.capacity if shape.capacity is not None else len(ids) + shape.tokens
+    capacity = runner.pool.room(shape.capacity if shape.capacity is not None else len(ids) + shape.tokens)
     shapes = Shapes.choose(runner.device, shape.exact, capacity)
     most = min(shape.tokens, shapes.verify_width)
     width = shapes.width(most)

@@ -1,0 +1,227 @@
+"""Measure passes eager, as graphs and compiled, and generations eager against graphs, on a GPU.
+
+    python scripts/measure_graphs.py --out results/graphs_h100.json        # stops after --seconds
+    python scripts/measure_graphs.py --tiny --out FILE                     # the same steps with toys, also on a CPU
+
+Models have Llama shapes and random weights: only time is measured on them. What is equal is checked on the embedded
+pair. The time to read the weights once is their size over the bandwidth of a measured copy, reads and writes counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import specdec
+from specdec.provenance import device_name, versions
+from specdec.research.bench import commit, machine
+from specdec.runner import Runner, Shapes
+
+LLAMA = {
+    "1B": {"hidden_size": 2048, "num_hidden_layers": 16, "intermediate_size": 8192, "head_dim": 64},
+    "8B": {"hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14336, "head_dim": 128},
+}
+TINY = {"1B": {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "head_dim": 16}}
+VOCAB = {"1B": 128256, "8B": 128256}
+WIDTHS, LENGTHS, BATCHES = (1, 8, 16), (512, 4096), (1, 8)
+REPEATS = 3
+# Compiled passes take minutes to make, so only these (width, K/V length, batch) are.
+COMPILED = {"1B": ((1, 512, 1), (8, 512, 1)), "8B": ((8, 512, 1),)}
+PROMPTS = [
+    "def read(self, path):\n    with open(path) as f:\n",
+    "for i in range(10):\n    print(i)\n" * 12,
+]
+CALLS: dict[str, dict[str, Any]] = {
+    "plain": {"strategies": []},
+    "draft-model": {"strategies": ["draft-model"]},
+    "draft-model, sampled under match": {"strategies": ["draft-model"], "temperature": 0.8, "acceptance": "match"},
+}
+START = time.perf_counter()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--seconds", type=float, default=270.0, help="no new part is begun after this time")
+    parser.add_argument("--no-compiled", action="store_true")
+    args = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    result: dict[str, Any] = {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": machine(),
+        "device": device_name(device),
+        "versions": versions(),
+        "commit": os.environ.get("SPECDEC_COMMIT") or commit(),
+        "settings": {"dtype": "bfloat16", "tiny": args.tiny, "repeats": REPEATS, "new_tokens": 4 if args.tiny else 64},
+        "copy_bandwidth": bandwidth(device, 1 << (20 if args.tiny else 30)),
+        "generation": {}, "passes": {},
+    }  # fmt: skip
+    shapes = TINY if args.tiny else LLAMA
+
+    def left() -> float:
+        return args.seconds - (time.perf_counter() - START)
+
+    def save() -> None:
+        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+    result["generation"] = generations(device, result["settings"]["new_tokens"])
+    save()
+    for size, shape in shapes.items():
+        model = build(shape, VOCAB[size] if not args.tiny else 256, device)
+        size_read = sum(p.nbytes for p in model.parameters()) - model.get_input_embeddings().weight.nbytes
+        entry = {"bytes_read": size_read, "read_once_ms": size_read / result["copy_bandwidth"] * 1e3}
+        result["passes"][size] = {**entry, **passes(model, device, left)}
+        save()
+        print(size, f"{time.perf_counter() - START:.0f} s", flush=True)
+        if not args.no_compiled:
+            result["passes"][size]["inductor"] = compiled(model, COMPILED[size], left)
+            save()
+        del model
+    result["seconds"] = time.perf_counter() - START
+    save()
+    summary(result)
+
+
+def bandwidth(device: torch.device, size: int) -> float:
+    """Bytes a second that a copy moves, reads and writes counted."""
+    source = torch.empty(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / (timed(lambda: target.copy_(source), device)["median"] / 1e3)
+
+
+def timed(run: Any, device: torch.device, passes: int = 20, repeats: int = REPEATS) -> dict[str, float]:
+    """Milliseconds a pass: median, least and most of `repeats`, each over `passes` in a row."""
+    run()
+    found = []
+    for _ in range(repeats):
+        synchronise(device)
+        started = time.perf_counter()
+        for _ in range(passes):
+            run()
+        synchronise(device)
+        found.append((time.perf_counter() - started) / passes * 1e3)
+    found.sort()
+    return {"median": found[len(found) // 2], "min": found[0], "max": found[-1]}
+
+
+def synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def build(shape: dict[str, int], vocab: int, device: torch.device) -> Any:
+    heads = shape["hidden_size"] // shape["head_dim"]
+    kv = {"num_attention_heads": heads, "num_key_value_heads": max(1, heads // 4)}
+    config = LlamaConfig(vocab_size=vocab, **{**kv, **shape}, tie_word_embeddings=False, max_position_embeddings=8192)
+    config.dtype = torch.bfloat16
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return model.eval()
+
+
+def one_pass(runner: Runner, batch: int, width: int, length: int, capacity: int) -> Any:
+    """A function that runs a pass at the end of `length` slots."""
+    cache = runner.lease(batch, capacity)
+    shapes = Shapes.choose(runner.device, False, capacity)
+    tokens = torch.randint(0, runner.vocab_size, (batch, width), device=runner.device)
+    starts, counts = [length - width] * batch, [width] * batch
+    return cache, lambda: runner.step(cache, shapes, tokens, starts, counts)
+
+
+def passes(model: Any, device: torch.device, left: Any) -> dict[str, Any]:
+    """Every width, length and batch, eager and as graphs."""
+    table: dict[str, Any] = {}
+    modes = ("off", "graph") if device.type == "cuda" else ("off",)
+    runners = {mode: Runner(model, None, mode) for mode in modes}
+    for batch in BATCHES:
+        for length in LENGTHS:
+            for width in WIDTHS:
+                entry = {}
+                for mode, runner in runners.items():
+                    if left() < 0:
+                        return {"table": table, "cut": True}
+                    cache, run = one_pass(runner, batch, width, length, LENGTHS[-1])
+                    entry[mode] = timed(run, device, 20 if mode == "graph" else 5)
+                    runner.pool.give_back(cache)
+                table[f"width {width}, {length} slots, batch {batch}"] = entry
+    made = runners[modes[-1]].recorded
+    return {"table": table, "capture": {"graphs": made[0], "seconds": made[1]}}
+
+
+def compiled(model: Any, wanted: Iterable[tuple[int, int, int]], left: Any) -> dict[str, Any]:
+    """The shapes that time is left for, through torch.compile inside the graph."""
+    table: dict[str, Any] = {}
+    runner = Runner(model, None, "inductor" if torch.cuda.is_available() else "off")
+    for width, length, batch in wanted:
+        if left() < 45:
+            table["cut"] = True
+            break
+        before = runner.recorded[1]
+        cache, run = one_pass(runner, batch, width, length, LENGTHS[-1])
+        entry = timed(run, runner.device)
+        runner.pool.give_back(cache)
+        table[f"width {width}, {length} slots, batch {batch}"] = {**entry, "made_in_s": runner.recorded[1] - before}
+        print("inductor", width, entry, runner.recorded, flush=True)
+    return table
+
+
+def generations(device: torch.device, tokens: int) -> dict[str, Any]:
+    """The embedded pair, eager and by graphs: are the ids the same, and what does a call take."""
+    found: dict[str, Any] = {}
+    for dtype in ("float32", "bfloat16"):
+        decoders = {
+            mode: specdec.SpeculativeDecoder.from_pretrained(
+                "demo-target", "demo-draft", device=str(device), dtype=dtype, draft_dtype=dtype, compile=mode
+            )
+            for mode in ("off", "auto")
+        }
+        texts: dict[str, list[list[int]]] = {}
+        for name, call in CALLS.items():
+            entry: dict[str, Any] = {}
+            ids = {}
+            for mode, dec in decoders.items():
+                options = {"max_new_tokens": tokens, "ignore_eos": True, "batch_size": 1, "seed": 5, **call}
+                first = dec.generate(PROMPTS, **options)
+                outs = [dec.generate(PROMPTS, **options) for _ in range(REPEATS)]
+                median = sorted(out.stats.times.total for out in outs)[REPEATS // 2]
+                ids[mode] = first.token_ids
+                again = [out.provenance["compile"]["target"]["captured"] for out in outs]
+                rounds = first.stats.verify_passes
+                entry["eager" if mode == "off" else "graph"] = {
+                    "ms_a_token": median / (tokens * len(PROMPTS)) * 1e3, "ms_a_round": median / rounds * 1e3,
+                    "first_call": first.provenance["compile"], "captured_again": sum(again),
+                    "stable": all(out.token_ids == first.token_ids for out in outs),
+                    "exact": first.provenance["exact"],
+                }  # fmt: skip
+            entry["graph_equals_eager"] = ids["off"] == ids["auto"]
+            texts.setdefault("sampled" if "temperature" in call else "greedy", ids["auto"])
+            if name == "draft-model":
+                entry["equals_plain"] = ids["auto"] == texts["greedy"]
+            found[f"{dtype}, {name}"] = entry
+    return found
+
+
+def summary(result: dict[str, Any]) -> None:
+    for name, entry in result["generation"].items():
+        print(name, {m: round(entry[m]["ms_a_token"], 3) for m in ("eager", "graph")}, entry["graph_equals_eager"],
+              entry.get("equals_plain"), entry["graph"]["stable"], entry["graph"]["captured_again"],
+              entry["graph"]["first_call"]["target"])  # fmt: skip
+    print(f"copy {result['copy_bandwidth'] / 1e12:.3f} TB/s")
+    for size, entry in result["passes"].items():
+        print(size, f"read once {entry['read_once_ms']:.2f} ms", entry.get("capture"), entry.get("cut"))
+        for name, row in entry.get("table", {}).items():
+            print("  ", name, {m: round(t["median"], 3) for m, t in row.items()})
+        print("   inductor", entry.get("inductor"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,246 @@
+"""Passes recorded once and replayed: CUDA graphs, and the compiled variants that are recorded inside them.
+
+A pass of a model is hundreds of small kernels; launched one by one from Python they take longer than the GPU takes to
+run them. A graph replays them with one launch. It is fixed in everything but the contents of its inputs: shapes, the
+K/V length, the rows, and every address, those of weights and cache included. So a graph is made per `PassKey`, lives
+with the cache that it writes to (`RaggedCache.graphs`), is dropped when the model's weights have moved, and reads its
+inputs from buffers of its own that are refilled before each replay.
+
+Recording is behind the small `Recorder` protocol, so that everything else here runs, and is tested, without a GPU.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import warnings
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from specdec.device import sync_allowed
+from specdec.errors import SpecdecError
+from specdec.trees import TreePass
+
+MODES = ("off", "graph", "inductor", "max")
+# Wider passes are prefill in all but name: they are rare, and the GPU is busy for longer than the launches take.
+GRAPH_WIDTH = 16
+# dynamo gives up on a function that it has compiled so often; each shape of a pass is one compilation.
+RECOMPILE_LIMIT = 256
+
+log = logging.getLogger("specdec")
+_recording = threading.Lock()
+
+
+def check_compile(value: Any) -> None:
+    """Raise SpecdecError for a value that `compile` cannot have."""
+    if not isinstance(value, str) or value not in ("auto", *MODES):
+        raise SpecdecError(f"compile must be 'auto', {', '.join(map(repr, MODES))}, got {value!r}")
+
+
+def choose_mode(value: str, model: Any, device: torch.device) -> str:
+    """The mode of one model: `auto` = graphs on a CUDA device, off elsewhere. Warns where a wish cannot be met."""
+    check_compile(value)
+    if value == "off" or (value == "auto" and device.type != "cuda"):
+        return "off"
+    if device.type != "cuda":
+        warnings.warn(f"compile={value!r} needs a CUDA device: the passes on {device.type} run eagerly", stacklevel=3)
+        return "off"
+    if len({p.device for p in model.parameters()}) > 1:
+        if value != "auto":
+            warnings.warn(f"compile={value!r}: a model on several devices runs eagerly", stacklevel=3)
+        return "off"
+    return "graph" if value == "auto" else value
+
+
+class PassKey(NamedTuple):
+    """What is fixed in a pass: `batch` rows from `first_row` on, `width` columns, the K/V length that is read, how many
+    columns of logits (0 = all), whether hidden states are returned, and the slots of a tree's region (0 = no tree)."""
+
+    batch: int
+    first_row: int
+    width: int
+    kv_len: int
+    keep: int = 0
+    hidden: bool = False
+    region: int = 0
+
+
+@dataclass(frozen=True)
+class PassInputs:
+    """What varies: tokens [B, S], layout [2, B] (where each row starts and how many of its tokens are real), and where
+    the tokens stand in trees. All on the model's device."""
+
+    tokens: Tensor
+    layout: Tensor
+    tree: TreePass | None = None
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from (self.tokens, self.layout)
+        if self.tree is not None:
+            yield from (self.tree.starts, self.tree.offsets, self.tree.depths, self.tree.sees)
+
+    def copies(self) -> PassInputs:
+        """The same values in buffers of their own."""
+        tree = self.tree
+        if tree is not None:
+            tree = TreePass(tree.starts.clone(), tree.offsets.clone(), tree.depths.clone(), tree.sees.clone())
+        return replace(self, tokens=self.tokens.clone(), layout=self.layout.clone(), tree=tree)
+
+    def refill(self, new: PassInputs) -> None:
+        """Take over the values of another pass of the same key, in place."""
+        for mine, theirs in zip(self.tensors(), new.tensors(), strict=True):
+            mine.copy_(theirs)
+
+
+class PassResult(NamedTuple):
+    """logits [B, S', V]; hidden: every layer's states [B, S, H], or None."""
+
+    logits: Tensor
+    hidden: tuple[Tensor, ...] | None = None
+
+    def copies(self) -> PassResult:
+        """The same values in tensors of their own."""
+        return PassResult(self.logits.clone(), self.hidden and tuple(h.clone() for h in self.hidden))
+
+
+Compute = Callable[[PassInputs], PassResult]
+
+
+class Recorder(Protocol):
+    """Makes a pass repeatable."""
+
+    def warm_up(self, run: Callable[[], PassResult]) -> None:
+        """Run once before recording, so that whatever allocates or compiles on first use has done so."""
+
+    def record(self, run: Callable[[], PassResult]) -> tuple[Callable[[], None], PassResult]:
+        """Returns (replay, result): `replay()` does what `run` did, from the same input buffers into `result`."""
+
+
+@cache
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream that passes are recorded on. One a device: cuBLAS keeps tens of megabytes for each stream it met."""
+    return torch.cuda.Stream(device)
+
+
+class CudaRecorder:
+    """CUDA graphs of one model, which share one pool of memory: they never run at the same time, and what they
+    return is copied before the next one runs."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.pool = torch.cuda.graph_pool_handle()
+        self.stream = side_stream(device)
+
+    def warm_up(self, run: Callable[[], PassResult]) -> None:
+        current = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            run()
+        current.wait_stream(self.stream)
+
+    def record(self, run: Callable[[], PassResult]) -> tuple[Callable[[], None], PassResult]:
+        graph = torch.cuda.CUDAGraph()
+        with (
+            torch.cuda.device(self.device),
+            torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"),
+        ):
+            result = run()
+        return graph.replay, result
+
+
+@dataclass(frozen=True)
+class RecordedPass:
+    """A pass that can be replayed: its input buffers, and the result that a replay fills."""
+
+    inputs: PassInputs
+    replay: Callable[[], None]
+    result: PassResult
+
+    def __call__(self, inputs: PassInputs) -> PassResult:
+        """The result is the caller's own: another pass may use the graph's memory for something else."""
+        self.inputs.refill(inputs)
+        self.replay()
+        return self.result.copies()
+
+
+class Graphs:
+    """The recorded passes of one model: counted, timed, and given up for good where recording fails.
+
+    captures: passes recorded so far; seconds: time that took, warm-up and compilation included; failure: why recording
+    was given up, or None.
+    """
+
+    def __init__(self, recorder: Recorder, name: str):
+        self.recorder, self.name = recorder, name
+        self.captures = 0
+        self.seconds = 0.0
+        self.failure: str | None = None
+
+    def run(
+        self, known: dict[Hashable, RecordedPass], key: PassKey, inputs: PassInputs, compute: Compute
+    ) -> PassResult:
+        """Replay the pass of `key` in `known`, the cache's own; record it first where it is new."""
+        if key not in known:
+            if self.failure is not None:
+                return compute(inputs)
+            started = time.perf_counter()
+            # What another thread runs on the side stream would become part of the recording.
+            with _recording, sync_allowed(inputs.tokens.device):
+                made = self._record(inputs, compute)
+            self.seconds += time.perf_counter() - started
+            if made is None:
+                return compute(inputs)
+            known[key] = made
+        return known[key](inputs)
+
+    def _record(self, inputs: PassInputs, compute: Compute) -> RecordedPass | None:
+        fixed = inputs.copies()
+        # A pass that fails here fails eagerly as well: that is the caller's error, and not one of recording.
+        self.recorder.warm_up(lambda: compute(fixed))
+        try:
+            replay, result = self.recorder.record(lambda: compute(fixed))
+        except RuntimeError as error:
+            self.failure = str(error).strip().split("\n")[0]
+            log.warning("%s runs eagerly: its passes cannot be recorded (%s)", self.name, self.failure)
+            return None
+        self.captures += 1
+        return RecordedPass(fixed, replay, result)
+
+
+class CompiledModel:
+    """A model's forward through torch.compile, one compilation a shape; the model itself is left as it is.
+
+    Whole graphs are asked for first; a model that dynamo must break up is compiled in parts.
+    """
+
+    def __init__(self, model: Any, mode: str, backend: str = "inductor"):
+        self.model, self.backend = model, backend
+        self.tuning = "max-autotune-no-cudagraphs" if mode == "max" else None
+        self.whole = True
+        self.compiled = self._compile()
+
+    def _compile(self) -> Any:
+        def forward(**arguments: Any) -> Any:
+            return self.model(**arguments)
+
+        options: dict[str, Any] = {"mode": self.tuning} if self.tuning else {}
+        return torch.compile(forward, fullgraph=self.whole, dynamic=False, backend=self.backend, **options)
+
+    def __call__(self, **arguments: Any) -> Any:
+        with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT, accumulated_recompile_limit=RECOMPILE_LIMIT):
+            try:
+                return self.compiled(**arguments)
+            except torch._dynamo.exc.Unsupported as error:
+                if not self.whole:
+                    raise
+                reason = str(error).strip().split("\n")[0]
+                log.warning("%s is compiled in parts: %s", type(self.model).__name__, reason)
+                self.whole = False
+                self.compiled = self._compile()
+                return self.compiled(**arguments)

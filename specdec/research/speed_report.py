@@ -1,0 +1,54 @@
+"""The block of docs/speed.md, from the document of scripts/measure_graphs.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def speed_block(result: dict[str, Any]) -> str:
+    """The Markdown of one document: what it was made with, passes, compiled passes, generations."""
+    made, versions, settings = result["machine"], result["versions"], result["settings"]
+    parts = [
+        f"Measured by `scripts/measure_graphs.py` on {result['date']}: {made['gpu'] or made['processor']}, torch "
+        f"{versions['torch']}, transformers {versions['transformers']}, specdec {versions['specdec']} at commit "
+        f"{result['commit']}. {settings['dtype']}, medians of {settings['repeats']} repeats. A copy moves "
+        f"{result['copy_bandwidth'] / 1e12:.2f} TB/s, reads and writes counted.",
+        "",
+        *_table(("model", "pass", "eager ms", "graph ms", "eager : graph", "graph : weights read once")),
+    ]
+    for size, entry in result["passes"].items():
+        parts += [_pass_row(size, name, row, entry["read_once_ms"]) for name, row in entry["table"].items()]
+    compiled = [
+        _compiled_row(size, name, row, entry["read_once_ms"])
+        for size, entry in result["passes"].items()
+        for name, row in entry.get("inductor", {}).items()
+        if name != "cut"
+    ]
+    if compiled:
+        parts += ["", *_table(("model", "pass", "compiled ms", "compiled : weights read once", "made in s")), *compiled]
+    parts += ["", *_table(("embedded pair", "eager ms a token", "graph ms a token", "same ids", "graphs", "made in s"))]
+    parts += [_call_row(*item) for item in result["generation"].items()]
+    return "\n".join(parts)
+
+
+def _table(heads: tuple[str, ...]) -> list[str]:
+    return [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
+
+
+def _pass_row(size: str, name: str, row: dict[str, Any], read_once: float) -> str:
+    eager, graph = row["off"]["median"], row.get("graph", {}).get("median")
+    ratios = ["-"] * 3 if graph is None else [f"{graph:.2f}", f"{eager / graph:.2f}", f"{graph / read_once:.2f}"]
+    return f"| {' | '.join([size, name, f'{eager:.2f}', *ratios])} |"
+
+
+def _compiled_row(size: str, name: str, row: dict[str, Any], read_once: float) -> str:
+    cells = [size, name, f"{row['median']:.2f}", f"{row['median'] / read_once:.2f}", f"{row['made_in_s']:.0f}"]
+    return f"| {' | '.join(cells)} |"
+
+
+def _call_row(name: str, entry: dict[str, Any]) -> str:
+    eager, graph = entry["eager"], entry["graph"]
+    first = graph["first_call"].values()
+    cells = [name, f"{eager['ms_a_token']:.2f}", f"{graph['ms_a_token']:.2f}"]
+    cells += ["yes" if entry["graph_equals_eager"] else "no", str(sum(r["captured"] for r in first))]
+    return f"| {' | '.join([*cells, format(sum(r['seconds'] for r in first), '.1f')])} |"

@@ -1,0 +1,204 @@
+"""Recorded passes: reused, refilled, dropped with their cache, and equal to eager ones. Without a GPU, by a recorder
+that runs the pass again; tests/test_gpu.py has the real ones."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import specdec
+from specdec.decoder import SpeculativeDecoder
+from specdec.errors import SpecdecError
+from specdec.graphs import CompiledModel, check_compile
+from specdec.kv_cache import rounded_up
+from specdec.runner import Runner
+from tests.helpers.recording import Frozen, Refusing, Rerun
+from tests.helpers.tiny import tiny_model
+
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1], [9, 9, 8]]
+
+
+def decoder(recorder: type | None = None, kind: str = "llama") -> SpeculativeDecoder:
+    """A pair whose draft is the target with other noise; its passes are recorded by `recorder`."""
+    target = tiny_model(kind)
+    draft = copy.deepcopy(target)
+    with torch.no_grad():
+        for p in draft.parameters():
+            p.mul_(1 + 0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
+    made = SpeculativeDecoder(target, draft, check=False)
+    if recorder is not None:
+        made.target, made.draft = Runner(target, recorder=recorder()), Runner(draft, recorder=recorder())
+    return made
+
+
+CALLS = {
+    "plain": {"strategies": []},
+    "draft-model": {},
+    "sampled": {"temperature": 0.9, "seed": 3},
+    "tree": {"strategies": ["draft-model:tree=2x2"], "temperature": 0.9, "seed": 3},
+    "chain of strategies": {"strategies": ["prompt-lookup", "draft-model:p_min=0.2"]},
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_recorded_passes_give_the_eager_text(call: str) -> None:
+    eager, recorded = decoder(), decoder(Rerun)
+    for prompts in (PROMPTS, PROMPTS[:1], [p * 3 for p in PROMPTS]):
+        expected = eager.generate(prompts, 24, **CALLS[call])
+        out = recorded.generate(prompts, 24, **CALLS[call])
+        assert out.token_ids == expected.token_ids
+        assert out.stats.to_dict()["accepted_tokens"] == expected.stats.to_dict()["accepted_tokens"]
+    assert recorded.target.graphs.recorder.replays > 0
+
+
+def test_a_recorder_that_ignores_its_inputs_is_seen_by_that_test() -> None:
+    expected = decoder().generate(PROMPTS, 24)
+    assert decoder(Frozen).generate(PROMPTS, 24).token_ids != expected.token_ids
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "mixtral"])
+def test_recorded_passes_of_other_models_give_the_eager_text(kind: str) -> None:
+    assert decoder(Rerun, kind).generate(PROMPTS, 16).token_ids == decoder(None, kind).generate(PROMPTS, 16).token_ids
+
+
+def test_a_second_identical_call_records_nothing() -> None:
+    dec = decoder(Rerun)
+    first, second = dec.generate(PROMPTS, 24).provenance["compile"], dec.generate(PROMPTS, 24).provenance["compile"]
+    for role in ("target", "draft"):
+        assert first[role]["mode"] == "graph"
+        assert first[role]["captured"] == first[role]["graphs"] > 0
+        assert first[role]["seconds"] > 0
+        assert second[role]["captured"] == 0
+        assert second[role]["seconds"] == 0
+        assert second[role]["graphs"] == first[role]["graphs"]
+
+
+def test_calls_of_other_lengths_share_a_cache_and_its_passes() -> None:
+    dec = decoder(Rerun)
+    dec.generate(PROMPTS, 24, strategies=[])
+    cache = dec.target.pool.idle
+    out = dec.generate([p * 2 for p in PROMPTS], 15, strategies=[])
+    assert dec.target.pool.idle is cache
+    assert out.provenance["compile"]["target"]["captured"] == 0
+
+
+def test_passes_die_with_their_cache() -> None:
+    dec = decoder(Rerun)
+    dec.generate(PROMPTS, 8)
+    before = dec.target.pool.idle
+    out = dec.generate(PROMPTS[:2], 8)  # another batch is another cache
+    assert dec.target.pool.idle is not before
+    assert out.provenance["compile"]["target"]["captured"] > 0
+
+
+def test_input_buffers_stay_where_they_are() -> None:
+    dec = decoder(Rerun)
+    dec.generate(PROMPTS, 8)
+
+    def addresses() -> list[int]:
+        return [t.data_ptr() for p in dec.target.pool.idle.graphs.values() for t in p.inputs.tensors()]
+
+    before = addresses()
+    dec.generate(PROMPTS, 8)
+    assert addresses() == before
+
+
+def test_passes_are_recorded_anew_when_weights_have_moved() -> None:
+    dec = decoder(Rerun)
+    dec.generate(PROMPTS, 8)
+    weight = dec.target.model.model.layers[0].mlp.up_proj
+    weight.weight.data.add_(0)  # a training step: same place
+    assert dec.generate(PROMPTS, 8).provenance["compile"]["target"]["captured"] == 0
+    weight.weight = torch.nn.Parameter(weight.weight.detach().clone())
+    assert dec.generate(PROMPTS, 8).provenance["compile"]["target"]["captured"] > 0
+
+
+def test_results_survive_the_next_pass() -> None:
+    """Drafters may keep what they observed, also where the pass that made it is replayed into the same memory."""
+    runner = Runner(tiny_model("llama"), recorder=Rerun())
+    cache, shapes = runner.lease(1, 64), specdec.runner.Shapes((1, 4), 4, 32)
+    first = runner.step(cache, shapes, torch.tensor([[5]]), [0], [1], hidden=True)
+    kept = [first.logits.clone(), *(h.clone() for h in first.hidden)]
+    runner.step(cache, shapes, torch.tensor([[7]]), [1], [1], hidden=True)
+    assert all(torch.equal(a, b) for a, b in zip([first.logits, *first.hidden], kept, strict=True))
+
+
+def test_a_model_that_cannot_be_recorded_runs_eagerly_and_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    dec = decoder(Refusing)
+    out = dec.generate(PROMPTS, 12, strategies=[])
+    assert out.token_ids == decoder().generate(PROMPTS, 12, strategies=[]).token_ids
+    told = [r.getMessage() for r in caplog.records if "eagerly" in r.getMessage()]
+    assert len(told) == 1
+    assert "LlamaForCausalLM" in told[0]
+    report = out.provenance["compile"]["target"]
+    assert report["captured"] == 0
+    assert "capturing" in report["failure"]
+
+
+def test_the_model_is_as_before_after_a_recorded_call() -> None:
+    dec = decoder(Rerun)
+    model = dec.target.model.train()
+    before = model.config._attn_implementation_internal
+    dec.generate(PROMPTS, 4)
+    assert model.config._attn_implementation_internal == before
+    assert all(m.training for m in model.modules())
+
+
+def test_kept_state_is_recorded_in_its_own_cache() -> None:
+    eager, dec = decoder(), decoder(Rerun)
+    text: list[int] = PROMPTS[0]
+    for _ in range(4):
+        out = dec.generate([text], 4, strategies=[], keep_state=True)
+        assert out.token_ids == eager.generate([text], 4, strategies=[], keep_state=True).token_ids
+        text = text + out.token_ids[0]
+    assert out.provenance["compile"]["target"]["captured"] == 0  # two caches take turns, and both are known by now
+
+
+def test_unknown_values_of_compile_are_refused() -> None:
+    for value in ("fast", True, None):
+        with pytest.raises(SpecdecError, match="compile must be 'auto'"):
+            check_compile(value)
+    with pytest.raises(SpecdecError, match="compile"):
+        SpeculativeDecoder(tiny_model("llama"), compile="fast")
+    with pytest.raises(SpecdecError, match="compile"):
+        SpeculativeDecoder.from_pretrained("no such model", compile="fast")
+
+
+@pytest.mark.parametrize("value", ["graph", "inductor", "max"])
+def test_on_a_cpu_graphs_fall_back_with_one_line(value: str) -> None:
+    with pytest.warns(UserWarning, match="needs a CUDA device") as told:
+        dec = SpeculativeDecoder(tiny_model("llama"), compile=value, check=False)
+    assert len(told) == 1
+    assert "\n" not in str(told[0].message)
+    assert dec.generate(PROMPTS, 2).provenance["compile"]["target"]["mode"] == "off"
+
+
+def test_auto_is_silent_on_a_cpu() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert SpeculativeDecoder(tiny_model("llama"), check=False).target.mode == "off"
+
+
+def test_a_compiled_forward_is_whole_and_is_compiled_once_a_shape() -> None:
+    models = [tiny_model("llama", num_hidden_layers=1) for _ in range(2)]
+    eager, runner = Runner(models[0]), Runner(models[1])
+    counter = CompileCounterWithBackend("aot_eager")
+    runner.compiled = CompiledModel(runner.model, "inductor", backend=counter)
+    shapes = specdec.runner.Shapes((1, 4), 4, 32)
+    for start in (0, 4):  # twice with new caches, at other positions
+        tokens = torch.arange(8).reshape(2, 4) + start
+        ours, theirs = (r.step(r.lease(2, 32), shapes, tokens, [start] * 2, [4, 3]).logits for r in (runner, eager))
+        torch.testing.assert_close(ours[0], theirs[0], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(ours[1, :3], theirs[1, :3], atol=1e-5, rtol=1e-5)
+    assert runner.compiled.whole
+    assert counter.frame_count == 1
+
+
+def test_sizes_come_from_short_lists() -> None:
+    assert [rounded_up(n, 256, 4) for n in (1, 256, 257, 1030, 2050, 4097)] == [256, 256, 512, 1280, 2560, 5120]
+    assert len({rounded_up(n, 256, 4) for n in range(1, 32768)}) == 4 + 4 * 5
+    assert all(rounded_up(n, 256, 16) < 1.0625 * n + 256 for n in range(1, 20000, 7))
