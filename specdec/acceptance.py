@@ -72,6 +72,7 @@ class Block:
     all_claim: bool = False
     tree: TreeLayout | None = None
     done: Tensor | None = None
+    outside: Tensor | None = None  # [B, S]: where an id that the target lacks was drafted; `draft` is 0 there
 
     @cached_property
     def p(self) -> Tensor:
@@ -102,12 +103,14 @@ class Block:
 class Verdict:
     """accepted [B]: drafted tokens that stand; token [B]: the token after them; failed [B]: the law at that position
     is not a law (NaN or all -inf scores), so nothing may be emitted there; path [B, levels]: of trees, the nodes that
-    stand, the first `accepted` of them real."""
+    stand, the first `accepted` of them real; unsound [B]: 0, or what is wrong with a row's draft (`UNSOUND`), whose
+    verdict then means nothing."""
 
     accepted: Tensor
     token: Tensor
     failed: Tensor
     path: Tensor | None = None
+    unsound: Tensor | None = None
 
     def emitted(self, draft: Tensor) -> tuple[Tensor, Tensor]:
         """(tokens, columns), each [B, E]: what came out, the first accepted + 1 of them real, and whose laws it obeys.
@@ -140,8 +143,36 @@ class AcceptanceRule:
 
 def judge(block: Block, rule: AcceptanceRule) -> Verdict:
     """Apply a rule to one pass. No host read. Raises SpecdecError for a tree under a rule that judges chains only."""
-    if block.tree is not None:
-        return _walk(block, block.tree, rule)
+    verdict = _scan(block, rule) if block.tree is None else _walk(block, block.tree, rule)
+    verdict.unsound = unsound_drafts(block)
+    return verdict
+
+
+UNSOUND = {
+    1: "proposed an id outside the target's vocabulary",
+    2: "claimed a q that its tokens cannot have been drawn from: its rows must be laws, positive at the drafted token",
+}
+Q_TOLERANCE = 1e-2  # of the sum of a row of q
+
+
+def unsound_drafts(block: Block) -> Tensor:
+    """What is wrong with each row's draft, int64 [B], 0 = nothing: only the device sees the numbers of most drafts."""
+    tested = block.columns < block.lengths[:, None]
+    wrong = torch.zeros_like(block.lengths)
+    if block.q is not None and block.has_q is not None and not block.sampling.greedy:
+        drawn = block.q.gather(-1, block.draft[..., None])[..., 0] > 0
+        law = (block.q.amin(dim=-1) >= 0) & ((block.q.sum(dim=-1) - 1).abs() < Q_TOLERANCE)
+        fine = law & drawn
+        if block.tree is not None:  # siblings beyond the support of q: they have no law and never stand
+            fine = fine | ((block.q == 0).all(dim=-1))
+        wrong = torch.where((~fine & tested).any(dim=-1) & block.has_q, 2, wrong)
+    if block.outside is not None:
+        wrong = torch.where((block.outside & tested).any(dim=-1), 1, wrong)
+    return wrong
+
+
+def _scan(block: Block, rule: AcceptanceRule) -> Verdict:
+    """Along the chains of all rows at once."""
     sound = block.scores.amax(dim=-1).isfinite()  # [B, S]; amax hands NaN on, and +inf is no law either
     tested = block.columns < block.lengths[:, None]
     stands = rule.stands(block) & tested & sound

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.acceptance import AcceptanceRule, Block, Verdict, judge
+from specdec.acceptance import UNSOUND, AcceptanceRule, Block, Verdict, judge
 from specdec.details import Probe, details_of
 from specdec.drafters.base import Draft, DraftRequest, RowNoise, RowSampling
 from specdec.drafters.chain import Chain
@@ -53,6 +53,7 @@ class Facts:
     failed: list[int]
     totals: list[int]  # proposed tokens of the whole draft
     draft: list[list[int]]
+    unsound: list[int]
     path: list[list[int]] | None = None  # of a pass with trees: the nodes that stand
     logprobs: list[list[float]] | None = None
     p: list[list[float]] | None = None
@@ -162,6 +163,8 @@ class Engine:
         counts = [1 + min(len(drafts[b]), limit - 1) if b in drafts else 0 for b in range(self.batch)]
         width = self.shapes.width(max(counts))
         draft, totals = self._draft_matrix(drafts, width)
+        outside = (draft < 0) | (draft >= self.vocab_size)
+        draft = draft.masked_fill(outside, 0)
         layout = [[0, 0, 0, 0]] * self.batch
         for b, row in active:
             layout[b] = [row.last, row.key, row.size, row.accepted]
@@ -186,6 +189,7 @@ class Engine:
             scores=scores, draft=draft, lengths=totals.clamp(max=limit), final=totals < limit, keys=keys,
             positions=positions, sampling=self.sampling, q=q, has_q=has_q, all_claim=all_claim, totals=totals,
             tree=TreeLayout.of(trees, width, device) if trees is not None else None, done=done,
+            outside=outside,
         )  # fmt: skip
 
     def _trees(self, drafts: dict[int, Draft]) -> list[Shape] | None:
@@ -229,14 +233,14 @@ class Engine:
     def _proposal_laws(self, drafts: dict[int, Draft], scores: Tensor) -> tuple[Tensor | None, Tensor | None, bool]:
         """q [B, S, V] aligned with the scores, which rows claim one [B], and whether all drafted rows do."""
         claims = {b: d.q for b, d in drafts.items() if d.q is not None and len(d) > 0}
+        for b, law in claims.items():
+            if law.shape[-1] != scores.shape[-1]:
+                wide, name = law.shape[-1], drafts[b].drafter
+                raise SpecdecError(f"strategy {name!r} gave a q over {wide} ids, the target has {scores.shape[-1]}")
         # Under coupled q is for the records alone: acceptance compares tokens.
         if not claims or (self.rule.proposal == "coupled" and not self.record):
             return None, None, False
         q = torch.zeros_like(scores)
-        for b, law in claims.items():
-            if law.shape[-1] != q.shape[-1]:
-                wide, name = law.shape[-1], drafts[b].drafter
-                raise SpecdecError(f"strategy {name!r} gave a q over {wide} ids, the target has {q.shape[-1]}")
         put_rows(q, {b: law[: scores.shape[1]] for b, law in claims.items()})
         has_q = to_device([b in claims for b in range(self.batch)], scores.device, torch.bool)
         return q, has_q, len(claims) == sum(len(d) > 0 for d in drafts.values())
@@ -256,7 +260,8 @@ class Engine:
 
     def read(self, block: Block, verdict: Verdict) -> Facts:
         """The one host read of a pass."""
-        wanted: list[Tensor] = [verdict.accepted, verdict.token, verdict.failed, block.totals, block.draft]
+        assert verdict.unsound is not None
+        wanted = [verdict.accepted, verdict.token, verdict.failed, block.totals, block.draft, verdict.unsound]
         if verdict.path is not None:
             wanted.append(verdict.path)
         if self.logprobs:
@@ -271,8 +276,8 @@ class Engine:
         if self.record and self.top:
             wanted += Probe(block, verdict, self.rule, self.top).tensors()
         values = self.reader.read(*wanted)
-        optional = iter(values[5:])
-        facts = Facts(*values[:5])
+        optional = iter(values[6:])
+        facts = Facts(*values[:6])
         if verdict.path is not None:
             facts.path = next(optional)
         if self.logprobs:
@@ -288,6 +293,8 @@ class Engine:
         for b, row in self.active():
             draft, position = row.pending, row.size - 1
             assert draft is not None
+            if facts.unsound[b]:
+                raise SpecdecError(f"strategy {draft.drafter!r} {UNSOUND[facts.unsound[b]]}")
             tested = min(facts.totals[b], self.shapes.verify_width)
             accepted, failed = facts.accepted[b], bool(facts.failed[b])
             goes_on = not failed and accepted == tested == self.shapes.verify_width
@@ -298,7 +305,7 @@ class Engine:
             taken = row.take(tokens, facts.logprobs[b] if facts.logprobs else None, origins)
             self._advance(row, tokens[:taken])
             if failed and row.finish_reason is None:
-                row.fail("error", f"row {row.index}: the target's logits at position {row.size} are NaN or all -inf")
+                row.fail("error", f"row {row.index}: the logits at position {row.size} are no law: NaN, +inf or all -inf")
             if goes_on and row.finish_reason is None:
                 row.pending = draft.rest(accepted, facts.totals[b])
             else:

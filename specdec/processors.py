@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers.generation import logits_process as hf
 
 from specdec.constraints import PrefixStates
+from specdec.errors import SpecdecError
 from specdec.prefixes import History, Prefixes
 from specdec.runner import sync_allowed, to_device
 
@@ -64,8 +65,23 @@ def _one_by_one(rows: Sequence[Any], scores: Tensor, prefixes: Prefixes) -> Tens
     out = scores.clone()
     for b, processor in enumerate(rows):
         for s in range(prefixes.history.counts[b] if processor is not None else 0):
-            out[b, s] = processor(prefixes.prefix(b, s)[None], scores[b, s][None].clone())[0]
+            out[b, s] = _called(processor, prefixes.prefix(b, s)[None], scores[b, s][None].clone())[0]
     return out
+
+
+def _called(processor: Any, ids: Tensor, scores: Tensor) -> Tensor:
+    """What a processor returns. Raises SpecdecError, with its own error as the cause, where it fails."""
+    name = getattr(processor, "__name__", type(processor).__name__)
+    try:
+        returned = processor(ids, scores)
+    except SpecdecError:
+        raise
+    except Exception as error:
+        raise SpecdecError(f"the logits processor {name} failed: {type(error).__name__}: {error}") from error
+    if not isinstance(returned, Tensor) or returned.shape != scores.shape:
+        shape = tuple(returned.shape) if isinstance(returned, Tensor) else type(returned).__name__
+        raise SpecdecError(f"the logits processor {name} returned {shape}, expected scores of {tuple(scores.shape)}")
+    return returned
 
 
 def _with_states(rows: Sequence[Any], scores: Tensor, prefixes: Prefixes) -> Tensor:

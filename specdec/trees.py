@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from numbers import Integral
 
 import numpy as np
 import torch
@@ -29,6 +30,8 @@ Columns = range | tuple[int, ...]
 
 def check_parents(parents: Sequence[int], nodes: int, strategy: str) -> None:
     """Raise SpecdecError unless `parents` is a tree of `nodes` nodes with parents before children."""
+    if not isinstance(parents, Sequence | np.ndarray) or not all(isinstance(p, Integral) for p in parents):
+        raise SpecdecError(f"strategy {strategy!r} proposed parents that are no list of node numbers: {parents!r}")
     if len(parents) != nodes:
         raise SpecdecError(f"strategy {strategy!r} proposed {nodes} tokens with {len(parents)} parents")
     for i, parent in enumerate(parents):

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from specdec.drafters.base import Draft, DraftContext, Drafter, DraftRequest, Tokens
@@ -170,9 +171,11 @@ def _checked(label: str, proposed: Any, expected: int) -> Sequence[Draft]:
         if isinstance(tokens, Tensor):
             sound = tokens.dim() == 1 and not tokens.is_floating_point()
         else:
-            sound = all(isinstance(t, Integral) for t in tokens)
+            sound = isinstance(tokens, Sequence | np.ndarray) and all(isinstance(t, Integral) for t in tokens)
         if not sound:
             raise SpecdecError(f"strategy {label!r} proposed something other than a row of token ids")
+        if draft.q is not None and not (isinstance(draft.q, Tensor) and draft.q.is_floating_point()):
+            raise SpecdecError(f"strategy {label!r} gave a q that is no tensor of floats: {type(draft.q).__name__}")
         if draft.q is not None and (draft.q.dim() != 2 or len(draft.q) != len(tokens)):
             shape = tuple(draft.q.shape)
             raise SpecdecError(f"strategy {label!r} proposed {len(tokens)} tokens with a q of shape {shape}")

@@ -17,14 +17,17 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from numbers import Integral
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Group, RenderableType
 from rich.table import Table
 from torch import Tensor
 
 from specdec.attention import AttentionSwitch
+from specdec.config import check_whole
 from specdec.decoder import Call, SpeculativeDecoder
 from specdec.errors import SpecdecError
 from specdec.kv_cache import RaggedCache
@@ -164,12 +167,16 @@ def why_not_equal(
 
     Raises SpecdecError for `leviathan` sampling, whose text is not meant to equal plain decoding's.
     """
-    a, b = [int(t) for t in a], [int(t) for t in b]
+    target = decoder.target
+    a, b = _checked_ids(a, "a", target.vocab_size), _checked_ids(b, "b", target.vocab_size)
+    check_whole("why_not_equal: row", row, 0)
     position = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     if position == len(a) == len(b):
         return Report("equal", names)
-    target = decoder.target
-    ids = encode_prompts(prompt, decoder.tokenizer, target.vocab_size, target.context)[0]
+    encoded = encode_prompts(prompt, decoder.tokenizer, target.vocab_size, target.context)
+    if len(encoded) != 1:
+        raise SpecdecError(f"why_not_equal takes one prompt, got {len(encoded)}")
+    ids = encoded[0]
     known = [*ids, *a[:position]]
     tokens = (a[position] if position < len(a) else None, b[position] if position < len(b) else None)
     place = {"names": names, "position": position, "tokens": tokens, **_texts(decoder.tokenizer, known, tokens)}
@@ -190,6 +197,15 @@ def why_not_equal(
         "tie" if gap <= 2 * max(noise, question.resolution) else "fault", views=tuple(views), noise=noise,
         resolution=question.resolution, gap=gap, promised=runs[0].exact and runs[1].exact, reference_note=note, **place,
     )  # fmt: skip
+
+
+def _checked_ids(ids: Any, name: str, vocab_size: int) -> list[int]:
+    if not isinstance(ids, Sequence | np.ndarray) or not all(isinstance(t, Integral) for t in ids):
+        raise SpecdecError(f"why_not_equal: {name} must be one row of generated ids, got {type(ids).__name__}")
+    found = [int(t) for t in ids]
+    if found and not 0 <= min(found) <= max(found) < vocab_size:
+        raise SpecdecError(f"why_not_equal: {name} holds an id outside the target's vocabulary of {vocab_size}")
+    return found
 
 
 def replay(runner: Runner, ids: Sequence[int], prompt_length: int, shape: PassShape) -> Tensor:

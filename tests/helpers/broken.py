@@ -183,7 +183,8 @@ class SampledDrafter:
             length += 1
         if self.fault == "n-min-discards" and length < limit:
             length = 0
-        return Draft(tokens[:length].tolist(), None, q[:length, : self.vocab], self.name)
+        claimed = q[:length, : self.vocab]
+        return Draft(tokens[:length].tolist(), None, claimed / claimed.sum(dim=-1, keepdim=True), self.name)
 
     def _goes_on(self, law: Tensor, token: int) -> bool:
         if self.fault == "drops-low-q" and float(law[token]) < 0.2:
