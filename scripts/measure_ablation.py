@@ -1,18 +1,20 @@
 """What the ablation runner costs beside decoding: a grid of 1,000 cells on the embedded pair.
 
-    python scripts/measure_ablation.py --out results/ablation_overhead.json
+    python scripts/measure_ablation.py --out results/ablation_overhead.json [--folder DIR] [--seconds S]
 
-The rows are short, eight tokens of one prompt a cell, which is the worst case: the runner's cost is per row. `overhead`
-is all time of the process from the config to the last row on the disk, without loading and decoding, over decoding.
+It goes on with what is in DIR, and stops after S seconds: the figures are those of the rows that were run. The rows are
+short, eight tokens of one prompt a cell, which is the worst case: the runner's cost is per row. `overhead` is all time
+of the process from the config to the last row on the disk, without loading and decoding, over decoding.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import signal
 import tempfile
 import time
-from dataclasses import asdict
+from contextlib import suppress
 from pathlib import Path
 
 from specdec.research.ablation import AblationConfig, merge, run_ablation
@@ -34,25 +36,33 @@ def config(cells: int, tokens: int) -> AblationConfig:
 
 
 def main() -> None:
-    """Run the grid in a temporary folder and write the figures."""
+    """Run the grid and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", type=int, default=1000)
     parser.add_argument("--tokens", type=int, default=8)
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--seconds", type=int, default=0, help="0 = no limit")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     grid = config(arguments.cells, arguments.tokens)
-    with tempfile.TemporaryDirectory() as folder:
-        session = run_ablation(grid, Path(folder))
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.folder or Path(temporary)
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.alarm(arguments.seconds)
+        with suppress(KeyboardInterrupt):
+            run_ablation(grid, folder)
+        signal.alarm(0)
         started = time.perf_counter()
-        summary = merge(Path(folder))
+        summary = merge(folder, partial=True)
         seconds = time.perf_counter() - started
     assert summary is not None
     result = {
         "what": "ablation runner beside decoding", "cells": len(grid.expand()), "tokens_per_row": arguments.tokens,
         "date": time.strftime("%Y-%m-%d", time.gmtime()), "commit": commit(), "machine": machine(),
-        "session": asdict(session), "overhead": session.overhead, "merge_seconds": seconds,
+        "rows": summary["rows"], "runner": summary["runner"], "overhead": summary["runner"]["overhead"],
+        "merge_seconds": seconds,
         "rows_compared": summary["gate"]["compared"], "rows_differing": len(summary["gate"]["differing"]),
-        "failed_rows": session.errors,
+        "failed_rows": sum(e["rows"] for e in summary["errors"]),
     }  # fmt: skip
     arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(result, indent=1))

@@ -170,12 +170,13 @@ def what_if_block(results: Sequence[dict[str, Any]]) -> str:
 
 def ablation_block(result: dict[str, Any]) -> str:
     """The Markdown of the runner's cost."""
-    session, machine = result["session"], result["machine"]
+    runner, machine = result["runner"], result["machine"]
     equal = result["rows_compared"] - result["rows_differing"]
     return (
         f"Measured by `scripts/measure_ablation.py` on {result['date']}: {machine['processor']}, {machine['threads']} "
-        f"threads. {result['cells']:,} cells of the embedded pair, one prompt and {result['tokens_per_row']} tokens a "
-        f"row: {session['decode']:.0f} s of decoding, {session['load']:.1f} s of loading, and "
+        f"threads. {result['rows']:,} of {result['cells']:,} cells of the embedded pair, one prompt and "
+        f"{result['tokens_per_row']} tokens a row: {runner['decode']:.0f} s of decoding, {runner['load']:.1f} s of "
+        "loading, and "
         f"{result['overhead']:.1%} of the decoding time for everything else, every row synced to the disk. "
         f"{equal:,} of {result['rows_compared']:,} compared rows had plain decoding's text."
     )

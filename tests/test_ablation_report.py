@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html.parser
+import io
 import json
 import re
 from pathlib import Path
@@ -10,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from specdec import SpeculativeDecoder, theory
 from specdec.cli import app
+from specdec.cli.ablate import print_summary
 from specdec.errors import SpecdecError
 from specdec.research import plots
 from specdec.research.ablation import AblationConfig, as_rows, load_ablation, merge, run_ablation
@@ -248,13 +251,19 @@ def invoke(*arguments: str) -> Any:
 
 
 def test_merge_prints_the_table_and_json(finished: Path) -> None:
-    done = invoke("ablate", "merge", str(finished))
+    done = invoke("ablate", "merge", str(finished), "--json")
     assert done.exit_code == 0, done.output
-    assert "draft k=3" in done.stdout
-    assert "all 24 comparable rows are plain decoding's" in done.stdout
-    document = json.loads(invoke("ablate", "merge", str(finished), "--json").stdout)
+    document = json.loads(done.stdout)
     assert document["complete"] is True
     assert document["gate"]["passed"] is True
+    console = Console(record=True, width=120, file=io.StringIO())
+    print_summary(console, document)
+    shown = console.export_text()
+    assert "draft k=3" in shown
+    assert "all 24 comparable rows are plain decoding's" in shown
+    first = {"setting": "draft k=3", "prompt": "prompt/1", "seed": 0, "first_difference": 4}
+    print_summary(console, {**document, "gate": {**document["gate"], "differing": [first]}})
+    assert "EQUALITY GATE FAILED: 1 of 24" in console.export_text()
 
 
 def test_bad_input_is_one_line(tmp_path: Path) -> None:
@@ -314,7 +323,7 @@ def test_the_laws_are_those_of_the_emitted_positions(pair: dict[str, str]) -> No
             torch.softmax(r.model(input_ids=ids).logits[0, -1].detach(), -1) for r in (decoder.target, decoder.draft)
         )  # type: ignore[union-attr]
         assert int(p.argmax()) == tokens[i]
-        assert float(laws.acceptance[i]) == pytest.approx(float(torch.minimum(p, q).sum()), abs=1e-5)
+        assert laws.acceptance[i].item() == pytest.approx(torch.minimum(p, q).sum().item(), abs=1e-5)
 
 
 def test_a_reason_is_given_exactly_where_its_figure_says_so() -> None:
