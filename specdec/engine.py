@@ -305,7 +305,7 @@ class Engine:
             taken = row.take(tokens, facts.logprobs[b] if facts.logprobs else None, origins)
             self._advance(row, tokens[:taken])
             if failed and row.finish_reason is None:
-                row.fail("error", f"row {row.index}: the logits at position {row.size} are no law: NaN, +inf or all -inf")
+                row.fail("error", f"row {row.index}: logits of NaN, +inf or nothing but -inf at position {row.size}")
             if goes_on and row.finish_reason is None:
                 row.pending = draft.rest(accepted, facts.totals[b])
             else:
