@@ -39,7 +39,7 @@ class SpeculativeDecoder:
     texts; draft_tokenizer: the draft's, None = the same; strategies: names or configured drafters in priority order,
     None = `draft-model` with a draft and `prompt-lookup` without, [] = plain decoding; attn_implementation: None =
     specdec's own, or "sdpa" / "eager"; exact: True, False or "auto" (docs/exactness.md); compile: "off", "graph",
-    "inductor", "max", or "auto" = graphs on a GPU (docs/speed.md).
+    "inductor", "max", or "auto" = "graph" on a GPU (docs/speed.md).
 
     Raises SpecdecError for a pair that cannot work and for a model whose ragged pass is not its plain pass.
     """
@@ -54,7 +54,7 @@ class SpeculativeDecoder:
         *,
         attn_implementation: str | None = None,
         exact: Any = "auto",
-        compile: str = "auto",
+        compile: str = "off",
         check: bool = True,
     ):
         check_exact(exact)
@@ -85,7 +85,7 @@ class SpeculativeDecoder:
         """Load a pair by hub id, folder or GGUF file; options are those of `specdec.load_pair` and of this class."""
         own = {name: options.pop(name) for name in ("exact", "compile", "check") if name in options}
         check_exact(own.get("exact", "auto"))
-        check_compile(own.get("compile", "auto"))
+        check_compile(own.get("compile", "off"))
         drafters = make_drafters(strategies, draft is not None)
         check_draft(drafters, draft)
         translate = any(getattr(d, "translate", False) for d in drafters)
