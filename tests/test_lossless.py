@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from specdec import SpeculativeDecoder
+from specdec import SpecdecError, SpeculativeDecoder
 from specdec.acceptance import AcceptanceRule
 from specdec.drafters import DraftModel, NgramSimple, PromptLookup
 from specdec.result import Generation
 from specdec.runner import Shapes
-from tests.helpers.broken import BROKEN_RULES, FAULTS, SampledDrafter
+from tests.helpers.broken import BROKEN_RULES, CUTS_OUTSIDE, FAULTS, SampledDrafter
 from tests.helpers.laws import Fit, cell, fit, samples, small_model, three_token_law
 
 V = 13
@@ -148,11 +148,15 @@ def test_a_broken_rule_is_rejected(name: str, record_property: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_broken_drafter_is_rejected(fault: str, record_property: Any) -> None:
-    vocab = V + 4 if fault == "cuts-outside-vocabulary" else V
-    draft = _flat(vocab) if fault == "reuses-noise" else small_model(1, vocab)
+    draft = _flat(V) if fault == "reuses-noise" else small_model(1, V)
     result = _control([SampledDrafter(draft, V, fault)], n=3 * CONTROL_SAMPLES if fault == "reuses-noise" else None)
     record_property("fit", str(result))
     assert not result.holds, str(result)
+
+
+def test_a_draft_cut_at_ids_outside_the_vocabulary_is_refused() -> None:
+    with pytest.raises(SpecdecError, match="claimed a q that its tokens cannot have been drawn from"):
+        _control([SampledDrafter(small_model(1, V + 4), V, CUTS_OUTSIDE)], n=50)
 
 
 @pytest.mark.slow

@@ -224,3 +224,11 @@ def pad_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:
     if width >= vocab_size:
         return logits[..., :vocab_size]
     return torch.nn.functional.pad(logits, (0, vocab_size - width), value=float("-inf"))
+
+
+def proposal_law(scores: Tensor) -> Tensor:
+    """q [..., V] from scores. Where the draft is broken (NaN, +inf or nothing but -inf) id 0 is all that is proposed,
+    and q says so: a claim that holds, and a token that costs acceptance and no more."""
+    sound = scores.amax(dim=-1, keepdim=True).isfinite()
+    first = torch.arange(scores.shape[-1], device=scores.device) == 0
+    return torch.softmax(torch.where(sound, scores, torch.where(first, 0.0, float("-inf"))), dim=-1)

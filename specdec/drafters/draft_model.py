@@ -33,6 +33,7 @@ from specdec.drafters.base import (
     as_array,
     empty_like,
     pad_vocabulary,
+    proposal_law,
 )
 from specdec.drafters.draft_tree import Growth, parse_plan
 from specdec.errors import SpecdecError
@@ -218,7 +219,7 @@ class _Steps:
         scores = logits.float() if self.sampling is None else self._scores(logits)
         alive = alive & scores.amax(dim=-1).isfinite()  # a broken draft proposes nothing; the target is unharmed
         if self.sampled:
-            q = torch.softmax(scores, dim=-1)
+            q = proposal_law(scores)
             token = race(q, streams(self.keys, self.positions + len(self.tokens), self.purpose))
             self.q.append(q)
         else:

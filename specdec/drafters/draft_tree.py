@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from specdec.config import check_whole
-from specdec.drafters.base import Draft, DraftRequest, pad_vocabulary
+from specdec.drafters.base import Draft, DraftRequest, pad_vocabulary, proposal_law
 from specdec.errors import SpecdecError
 from specdec.runner import to_device
 from specdec.sampling import History, Purpose, exponential, fold, streams
@@ -183,7 +183,7 @@ class Growth:
         scores = logits.float() if self.sampling is None else self._scores(logits)
         laws = None
         if self.drawn:
-            q = torch.softmax(scores, dim=-1)
+            q = proposal_law(scores)
             tokens, laws = draw_siblings(q, self._streams(level, logits.shape[1]), most)  # [B, F, C], [B, F, C, V]
         else:
             tokens = scores.topk(most).indices

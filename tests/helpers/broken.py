@@ -102,9 +102,12 @@ FAULTS = (
     "stale-q",  # claims the law of the position before
     "drops-low-q",  # a sampled token is taken back because its q is low
     "n-min-discards",  # a sampled draft is thrown away because it became too short
-    "cuts-outside-vocabulary",  # draws from a larger vocabulary, and ends the draft at a token outside
     "reuses-noise",  # numbers keyed by position alone, and a controller that has seen what they gave the last time
 )
+
+
+# Draws from a larger vocabulary, ends the draft at a token outside, and claims the rest of that law, which is none.
+CUTS_OUTSIDE = "cuts-outside-vocabulary"
 
 
 class SampledDrafter:
@@ -183,8 +186,7 @@ class SampledDrafter:
             length += 1
         if self.fault == "n-min-discards" and length < limit:
             length = 0
-        claimed = q[:length, : self.vocab]
-        return Draft(tokens[:length].tolist(), None, claimed / claimed.sum(dim=-1, keepdim=True), self.name)
+        return Draft(tokens[:length].tolist(), None, q[:length, : self.vocab], self.name)
 
     def _goes_on(self, law: Tensor, token: int) -> bool:
         if self.fault == "drops-low-q" and float(law[token]) < 0.2:
