@@ -152,7 +152,7 @@ class Suffix(BaseDrafter):
         drafted: list[int] = []
         certainty = 1.0
         for i in range(limit):
-            if len(voters) == 1 and not self.p_min:  # nobody left to disagree
+            if not self.p_min and _agree(voters, i):
                 rest = (drafted[-2 - t] if t < -1 else t for t in voters[0][0][i:])
                 drafted += itertools.takewhile(lambda t: t >= 0, rest)
                 break
@@ -175,6 +175,12 @@ class Suffix(BaseDrafter):
                     break
             drafted.append(best)
         return drafted
+
+
+def _agree(voters: list[Voter], start: int) -> bool:
+    """Whether everybody saw the same from token `start` on."""
+    first = voters[0][0][start:] if voters else []
+    return bool(voters) and all(following[start:] == first for following, _, _ in voters)
 
 
 Voter = tuple[list[int], float, float]

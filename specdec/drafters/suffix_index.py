@@ -19,6 +19,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
@@ -40,10 +41,8 @@ class SuffixIndex:
     def __init__(self, depth: int):
         self.depth = depth
         self.size = 0
-        self.capacity = 0
         # The text in the last `size` elements before `capacity`, reversed; separators before it and after it.
-        self.buffer = np.full(depth, SEPARATOR, dtype=">u4")
-        self.windows = np.lib.stride_tricks.sliding_window_view(self.buffer, depth)
+        self._allocate(0)
         self.segments: list[array[int]] = []
         self.filed = 0
 
@@ -95,10 +94,10 @@ class SuffixIndex:
         self.filed = max(0, self.size - 1)
         self.segments = [array("i", self._sorted_by_doubling(self.filed))] if self.filed else []
 
-    def context(self, position: int) -> bytes:
-        """The sort key of a position: its last `depth` tokens, the newest first."""
-        at = self.capacity - 1 - position
-        return self.buffer[at : at + self.depth].tobytes()
+    def context(self, position: int) -> Any:
+        """The sort key of a position: its last `depth` tokens as bytes, the newest first."""
+        at = _BYTES * (self.capacity - 1 - position)
+        return self.raw[at : at + _BYTES * self.depth]
 
     def candidates(self, query: np.ndarray, most: int) -> np.ndarray:
         """Positions int64 [n], in no order, with the `most` among them whose contexts agree longest with `query`.
@@ -136,10 +135,16 @@ class SuffixIndex:
 
     def _grow(self, needed: int) -> None:
         capacity = needed if needed <= self.size else max(needed, 2 * self.capacity, 1024)
-        grown = np.full(capacity + self.depth, SEPARATOR, dtype=">u4")
-        grown[capacity - self.size : capacity] = self.buffer[self.capacity - self.size : self.capacity]
-        self.buffer, self.capacity = grown, capacity
-        self.windows = np.lib.stride_tricks.sliding_window_view(grown, self.depth)
+        text = self.buffer[self.capacity - self.size : self.capacity]
+        self._allocate(capacity)
+        self.buffer[capacity - self.size : capacity] = text
+
+    def _allocate(self, capacity: int) -> None:
+        """Room for `capacity` tokens: the bytes, and two views of them."""
+        self.capacity = capacity
+        self.raw = bytearray(b"\xff") * (_BYTES * (capacity + self.depth))  # separators
+        self.buffer = np.frombuffer(self.raw, dtype=">u4")
+        self.windows = np.lib.stride_tricks.sliding_window_view(self.buffer, self.depth)
 
     def _sorted_by_doubling(self, end: int) -> np.ndarray:
         """Positions 0..end - 1 by context: ranks by 1, 2, 4, ... tokens until all differ or `depth` is reached.
