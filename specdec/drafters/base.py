@@ -79,6 +79,10 @@ class DraftRequest:
     sampling: RowSampling | None = None
     noise: RowNoise | None = None
 
+    def limit(self, own: int) -> int:
+        """Most tokens to propose for a strategy whose own limit is `own`."""
+        return own if self.n_max <= 0 else min(own, self.n_max)
+
 
 @dataclass(frozen=True)
 class Draft:
@@ -186,6 +190,18 @@ class BaseDrafter:
     def parameters(self) -> dict[str, Any]:
         """The configured parameters, for provenance."""
         return {k: v for k, v in vars(self).items() if not k.startswith("_") and k != "name"}
+
+
+@dataclass
+class RowDrafter(BaseDrafter):
+    """Drafters that read nothing but ids and serve each row on its own, without a claim about q."""
+
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        return [Draft(self._propose(r), drafter=self.name) for r in requests]
+
+    def _propose(self, request: DraftRequest) -> list[int]:
+        """The ids to propose for one row."""
+        raise NotImplementedError
 
 
 def as_array(tokens: Tokens) -> np.ndarray:

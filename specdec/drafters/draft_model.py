@@ -284,8 +284,7 @@ class DraftCore:
 
     def room(self, request: DraftRequest, n_max: int) -> int:
         """How many tokens fit: the draft's context may end before the target's."""
-        limit = n_max if request.n_max <= 0 else min(n_max, request.n_max)
-        return min(limit, self.capacity - len(request.tokens))
+        return min(request.limit(n_max), self.capacity - len(request.tokens))
 
     def accept(self, row: int, n_accepted: int) -> None:
         """Accepted drafts are already in the cache, except the last one if all stood: it was never fed."""

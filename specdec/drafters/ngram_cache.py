@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from specdec.drafters.base import BaseDrafter, Draft, DraftContext, DraftRequest, Tokens, as_array
+from specdec.drafters.base import DraftContext, DraftRequest, RowDrafter, Tokens, as_array
 from specdec.drafters.lookup_cache import ID_BITS, LONGEST, LookupCache, Part
 from specdec.drafters.ngram_core import check_sizes, resolve_switches
 from specdec.errors import SpecdecError
@@ -129,7 +129,7 @@ class _RowState:
 
 
 @dataclass
-class NgramCache(BaseDrafter):
+class NgramCache(RowDrafter):
     """State: a context cache a row. Raises SpecdecError for parameters out of range and for files that are no lookup
     caches or come from another vocabulary."""
 
@@ -173,17 +173,13 @@ class NgramCache(BaseDrafter):
             if not np.array_equal(as_array(prompt[: state.size]), as_array(state.text)):
                 del self._rows[row]
 
-    def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        return [Draft(self._propose(r), drafter=self.name) for r in requests]
-
     def _propose(self, request: DraftRequest) -> list[int]:
         state = self._rows.setdefault(request.row, _RowState())
         tokens, last = request.tokens, int(request.last)
         if state.size < len(tokens) + 1:
             self._feed(state, tokens, last)
-        limit = min(self.n_draft, request.n_max) if request.n_max > 0 else self.n_draft
         text = [*as_array(tokens[max(0, len(tokens) - LONGEST + 1) :]).tolist(), last]
-        return propose(text, limit, state.cache, self._dynamic, self._static)
+        return propose(text, request.limit(self.n_draft), state.cache, self._dynamic, self._static)
 
     def _feed(self, state: _RowState, tokens: Tokens, last: int) -> None:
         new = len(tokens) + 1 - state.size

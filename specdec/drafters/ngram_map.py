@@ -22,12 +22,11 @@ and a look-up. k4v also lists the positions of every n-gram (about 150 bytes a t
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from specdec.drafters.base import BaseDrafter, Draft, DraftContext, DraftRequest, Tokens, as_array
+from specdec.drafters.base import DraftContext, DraftRequest, RowDrafter, Tokens, as_array
 from specdec.drafters.ngram_core import (
     MAP_MASK,
     MAP_MULTIPLIER,
@@ -169,7 +168,7 @@ _NO_HASH = np.empty(0, dtype=np.uint64)
 
 
 @dataclass
-class NgramMapK(BaseDrafter):
+class NgramMapK(RowDrafter):
     """One value a key. Raises SpecdecError for parameters out of range."""
 
     size_n: int = 12
@@ -205,9 +204,6 @@ class NgramMapK(BaseDrafter):
             )
         self._rows[row].begin(len(prompt), self._drops_values)
 
-    def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        return [Draft(self._propose(r), drafter=self.name) for r in requests]
-
     def accept(self, row: int, n_accepted: int, is_other: bool) -> None:
         state = self._rows.get(row)
         if is_other or state is None or state.open is None:
@@ -238,7 +234,7 @@ class NgramMapK(BaseDrafter):
             return []
         count = min(m, value.limit)
         # What the chain cuts off was not tested.
-        state.open = (value, count if request.n_max <= 0 else min(count, request.n_max))
+        state.open = (value, request.limit(count))
         drafted: list[int] = tokens[at + n : at + n + count].tolist()
         return drafted
 

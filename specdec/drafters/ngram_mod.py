@@ -18,12 +18,11 @@ is one table look-up a token.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from specdec.drafters.base import BaseDrafter, Draft, DraftContext, DraftRequest, Tokens, as_array
+from specdec.drafters.base import DraftContext, DraftRequest, RowDrafter, Tokens, as_array
 from specdec.drafters.ngram_core import (
     MOD_MULTIPLIER,
     check_sizes,
@@ -76,7 +75,7 @@ class RowState:
 
 
 @dataclass
-class NgramMod(BaseDrafter):
+class NgramMod(RowDrafter):
     """Raises SpecdecError for parameters out of range; warns of an n_match below 16, as upstream."""
 
     n_match: int = 24
@@ -127,9 +126,6 @@ class NgramMod(BaseDrafter):
                     other.written.clear()
                 state.entered = 0
                 self._enter(state, tokens)
-
-    def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        return [Draft(self._propose(r), drafter=self.name) for r in requests]
 
     def accept(self, row: int, n_accepted: int, is_other: bool) -> None:
         state = self._rows.get(row)

@@ -9,18 +9,16 @@ Cost: one scan of the row's ids for the newest token, a round.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from specdec.config import check_whole
-from specdec.drafters.base import BaseDrafter, Draft, DraftRequest, as_array, suffix_matches
-from specdec.errors import SpecdecError
+from specdec.drafters.base import DraftRequest, RowDrafter, as_array, suffix_matches
+from specdec.drafters.ngram_core import check_sizes
 
 
 @dataclass
-class NgramSimple(BaseDrafter):
+class NgramSimple(RowDrafter):
     """Stateless; `begin` and `accept` do nothing. Raises SpecdecError for parameters out of range."""
 
     size_n: int = 12
@@ -29,15 +27,7 @@ class NgramSimple(BaseDrafter):
     name: str = field(init=False, default="ngram-simple")
 
     def __post_init__(self) -> None:
-        for name in ("size_n", "size_m", "min_hits"):
-            check_whole(f"ngram-simple: {name}", getattr(self, name), 1)
-        if max(self.size_n, self.size_m) > 1024:
-            raise SpecdecError(
-                f"ngram-simple: size_n and size_m go up to 1024, got size_n={self.size_n}, size_m={self.size_m}"
-            )
-
-    def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        return [Draft(self._propose(r), drafter=self.name) for r in requests]
+        check_sizes(self, size_n=1, size_m=1, min_hits=1)
 
     def _propose(self, request: DraftRequest) -> list[int]:
         tokens, n, m = as_array(request.tokens), self.size_n, self.size_m

@@ -7,18 +7,17 @@ the "latest" or the "earliest" occurrence. Cost: one scan of the row's ids for t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from specdec.config import check_whole
-from specdec.drafters.base import BaseDrafter, Draft, DraftRequest, as_array, suffix_matches
+from specdec.drafters.base import DraftRequest, RowDrafter, as_array, suffix_matches
 from specdec.errors import SpecdecError
 
 
 @dataclass
-class PromptLookup(BaseDrafter):
+class PromptLookup(RowDrafter):
     """Longest n-gram first; stateless. Raises SpecdecError for parameters out of range."""
 
     n_max: int = 4
@@ -38,9 +37,6 @@ class PromptLookup(BaseDrafter):
         if self.match not in ("latest", "earliest"):
             raise SpecdecError(f"prompt-lookup: match must be 'latest' or 'earliest', got {self.match!r}")
 
-    def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        return [Draft(self._propose(r), drafter=self.name) for r in requests]
-
     def _propose(self, request: DraftRequest) -> list[int]:
         tokens = as_array(request.tokens)
         pattern = np.append(tokens[max(0, len(tokens) - self.ngram_max + 1) :], request.last)
@@ -48,7 +44,7 @@ class PromptLookup(BaseDrafter):
         if n < self.ngram_min:
             return []
         end = int(ends[-1] if self.match == "latest" else ends[0])
-        limit = self.n_max if request.n_max <= 0 else min(self.n_max, request.n_max)
+        limit = request.limit(self.n_max)
         following = tokens[end : end + limit].tolist()
         if len(following) < limit:  # the match reaches the newest token, which `tokens` does not hold
             following.append(int(request.last))

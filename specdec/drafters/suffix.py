@@ -24,20 +24,19 @@ suffix_index.py; the row's own buffer is at most 16 bytes a token.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from specdec.config import check_number, check_whole
-from specdec.drafters.base import BaseDrafter, Draft, DraftContext, DraftRequest, Tokens, as_array
+from specdec.drafters.base import DraftContext, DraftRequest, RowDrafter, Tokens, as_array
 from specdec.drafters.suffix_index import SuffixIndex, SuffixStore
 from specdec.errors import SpecdecError
 
 
 @dataclass
-class Suffix(BaseDrafter):
+class Suffix(RowDrafter):
     """State: an index a row. Raises SpecdecError for parameters out of range."""
 
     n_max: int = 8
@@ -96,9 +95,6 @@ class Suffix(BaseDrafter):
         for row in list(self._rows):
             self._retire(row)
 
-    def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        return [Draft(self._propose(r), drafter=self.name) for r in requests]
-
     def _retire(self, row: int) -> None:
         index = self._rows.pop(row, None)
         if index is not None and self.remember and self.store is not None:
@@ -112,7 +108,7 @@ class Suffix(BaseDrafter):
         if index.size <= len(request.tokens):
             index.extend(np.append(as_array(request.tokens[index.size :]), request.last))
             index.file()
-        limit = self.n_max if request.n_max <= 0 else min(self.n_max, request.n_max)
+        limit = request.limit(self.n_max)
         return self._descend(self._voters(index, limit), limit)
 
     def _voters(self, index: SuffixIndex, limit: int) -> list[Voter]:

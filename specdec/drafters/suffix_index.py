@@ -51,18 +51,22 @@ class SuffixIndex:
         """Bytes of ids and order."""
         return int(self.buffer.nbytes) + sum(s.itemsize * len(s) for s in self.segments)
 
+    @property
+    def _reversed(self) -> np.ndarray:
+        """The text, the newest token first; a view."""
+        return self.buffer[self.capacity - self.size : self.capacity]
+
     def tokens(self) -> np.ndarray:
         """The text, int64 [size]."""
-        return self.buffer[self.capacity - self.size : self.capacity][::-1].astype(np.int64)
+        return self._reversed[::-1].astype(np.int64)
 
     def begins(self, tokens: np.ndarray) -> bool:
         """Whether the text is a beginning of `tokens`."""
-        text = self.buffer[self.capacity - self.size : self.capacity][::-1]
-        return self.size <= len(tokens) and bool((text == tokens[: self.size]).all())
+        return self.size <= len(tokens) and bool((self._reversed[::-1] == tokens[: self.size]).all())
 
     def newest(self) -> np.ndarray:
         """The last `depth` tokens, the newest first."""
-        return self.buffer[self.capacity - self.size : self.capacity][: self.depth]
+        return self._reversed[: self.depth]
 
     def extend(self, tokens: np.ndarray) -> None:
         """Append ids; int64 [n]."""
@@ -135,7 +139,7 @@ class SuffixIndex:
 
     def _grow(self, needed: int) -> None:
         capacity = needed if needed <= self.size else max(needed, 2 * self.capacity, 1024)
-        text = self.buffer[self.capacity - self.size : self.capacity]
+        text = self._reversed
         self._allocate(capacity)
         self.buffer[capacity - self.size : capacity] = text
 
