@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from specdec.research.ablation import AblationConfig, merge, run_ablation
-from specdec.research.bench import commit, machine
+from specdec.research.bench import origin
 
 PROMPT = "def add(self, item):\n    self."
 
@@ -58,7 +58,7 @@ def main() -> None:
     assert summary is not None
     result = {
         "what": "ablation runner beside decoding", "cells": len(grid.expand()), "tokens_per_row": arguments.tokens,
-        "date": time.strftime("%Y-%m-%d", time.gmtime()), "commit": commit(), "machine": machine(),
+        **origin(),
         "rows": summary["rows"], "runner": summary["runner"], "overhead": summary["runner"]["overhead"],
         "merge_seconds": seconds,
         "rows_compared": summary["gate"]["compared"], "rows_differing": len(summary["gate"]["differing"]),

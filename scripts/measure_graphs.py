@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,8 +20,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import specdec
-from specdec.provenance import device_name, versions
-from specdec.research.bench import commit, machine
+from specdec.provenance import device_name
+from specdec.research.bench import origin
 from specdec.runner import Runner, Shapes
 
 LLAMA = {
@@ -56,11 +55,8 @@ def main() -> None:
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     result: dict[str, Any] = {
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": machine(),
+        **origin(),
         "device": device_name(device),
-        "versions": versions(),
-        "commit": os.environ.get("SPECDEC_COMMIT") or commit(),
         "settings": {"dtype": "bfloat16", "tiny": args.tiny, "repeats": REPEATS, "new_tokens": 4 if args.tiny else 64},
         "copy_bandwidth": bandwidth(device, 1 << (20 if args.tiny else 30)),
         "generation": {}, "passes": {},

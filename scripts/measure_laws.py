@@ -16,13 +16,11 @@ import re
 import subprocess
 import sys
 import tempfile
-import time
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
-from specdec.provenance import versions
-from specdec.research.bench import commit, machine
+from specdec.research.bench import origin
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = ("test_lossless.py", "test_lossless_processors.py", "test_tree_acceptance.py", "test_trees.py")
@@ -43,8 +41,7 @@ def main() -> int:
         environment = {**os.environ, "SPECDEC_SAMPLES": str(arguments.samples)}
         status = subprocess.run([*command, "-k", "law or broken or rejected or mask"], env=environment, check=False)
         cases = _cases(ET.parse(report).getroot())
-    about = {"date": time.strftime("%Y-%m-%d", time.gmtime()), "commit": commit()}
-    result = {"benchmark": "laws", **about, "versions": versions(), "machine": machine(), "cases": cases}
+    result = {"benchmark": "laws", **origin(), "cases": cases}
     arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(f"{len(cases)} cases, {sum(not c['passed'] for c in cases)} failed")
     return status.returncode

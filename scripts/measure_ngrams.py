@@ -24,8 +24,7 @@ import numpy as np
 from specdec import NgramCache, NgramMapK, NgramMapK4V, NgramMod, NgramSimple, PromptLookup, Suffix, SuffixStore
 from specdec.drafters.base import DraftContext, DraftRequest
 from specdec.drafters.chain import Chain, build_chain
-from specdec.provenance import versions
-from specdec.research.bench import commit, machine
+from specdec.research.bench import origin
 from specdec.research.replay import Text, load_texts, replay
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -207,8 +206,7 @@ def main() -> None:
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore", message="ngram-mod")  # short n-grams on purpose
     measured = measure_cost() if arguments.what == "cost" else measure_acceptance()
-    about = {"date": time.strftime("%Y-%m-%d", time.gmtime()), "commit": commit(), "versions": versions()}
-    result = {"benchmark": f"ngram {arguments.what}", **about, "machine": machine(), **measured}
+    result = {"benchmark": f"ngram {arguments.what}", **origin(), **measured}
     arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 

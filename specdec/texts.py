@@ -1,8 +1,12 @@
-"""JSON and YAML as other people write it: whatever is wrong with it becomes one clear error."""
+"""Files of text: JSON and YAML as other people write it, whose every fault becomes one clear error, and writing."""
 
 from __future__ import annotations
 
 import json
+import os
+import uuid
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -31,3 +35,20 @@ def parse_yaml(text: str, where: str) -> Any:
 
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def write_atomically(path: Path, data: str | bytes) -> None:
+    """A reader finds the old file or the new one, never half of it; a write that fails leaves the old one alone.
+
+    Raises OSError.
+    """
+    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        with unfinished.open("xb") as file:
+            file.write(data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    finally:
+        with suppress(OSError):
+            unfinished.unlink()

@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import os
 import struct
-import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -25,6 +23,7 @@ import numpy as np
 
 from specdec.drafters.base import Tokens, as_array
 from specdec.errors import SpecdecError
+from specdec.texts import write_atomically
 
 LONGEST = 4  # ids of an n-gram
 ID_BITS = (1 << 32) - 1
@@ -203,21 +202,16 @@ class LookupCache:
         if path.exists() and not path.is_file():  # a new file would take a device's place
             kind = "a folder" if path.is_dir() else "no regular file"
             raise SpecdecError(f"cannot write lookup cache {path}: it is {kind}")
-        unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
         try:
-            with unfinished.open("xb") as file:
-                for key, successors in self.items():
-                    pairs = [min(value, MAX_INT32) for pair in successors for value in pair]
-                    padded = (*key, *[-1] * (LONGEST - len(key)))
-                    file.write(struct.pack(f"<{5 + len(pairs)}i", *padded, len(successors), *pairs))
-                file.flush()
-                os.fsync(file.fileno())
-            unfinished.replace(path)
+            write_atomically(path, b"".join(self._packed_records()))
         except OSError as error:
             raise SpecdecError(f"cannot write lookup cache {path}: {error.strerror}") from error
-        finally:
-            with suppress(OSError):
-                unfinished.unlink()
+
+    def _packed_records(self) -> Iterator[bytes]:
+        for key, successors in self.items():
+            pairs = [min(value, MAX_INT32) for pair in successors for value in pair]
+            padded = (*key, *[-1] * (LONGEST - len(key)))
+            yield struct.pack(f"<{5 + len(pairs)}i", *padded, len(successors), *pairs)
 
 
 def sorted_pairs(ids: np.ndarray, shortest: int, longest: int) -> Iterator[tuple[int, tuple[np.ndarray, ...]]]:

@@ -133,10 +133,7 @@ def run_smoke(
     return {
         "benchmark": "smoke",
         "quick": quick,
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "commit": commit(),
-        "versions": versions(),
-        "machine": machine(),
+        **origin(),
         "suites": results,
     }
 
@@ -280,6 +277,12 @@ def machine() -> dict[str, Any]:
         "system": platform.system(), "architecture": platform.machine(), "processor": model, "cores": os.cpu_count(),
         "threads": torch.get_num_threads(), "gpu": gpu,
     }  # fmt: skip
+
+
+def origin() -> dict[str, Any]:
+    """When, by what and where a result is made: `date` (UTC), `commit`, `versions`, `machine`."""
+    date = time.strftime("%Y-%m-%d", time.gmtime())
+    return {"date": date, "commit": commit(), "versions": versions(), "machine": machine()}
 
 
 def commit() -> str | None:

@@ -30,8 +30,7 @@ from specdec.decoder import SpeculativeDecoder
 from specdec.errors import SpecdecError
 from specdec.loading import LoadedPair, pick_device
 from specdec.prompts import encode_prompts
-from specdec.provenance import versions
-from specdec.research.bench import commit, machine
+from specdec.research.bench import origin
 from specdec.research.datasets import Prompt, load_prompts
 from specdec.research.equality import PassShape, content_dependence, float32_reference, why_not_equal
 from specdec.research.inflate import Inflation, coarsen, inflate
@@ -142,9 +141,7 @@ def run_exactness(
     groups = plan(config, parts, dtype)
     deadline = Deadline(started, time_limit)
     result: dict[str, Any] = {
-        "benchmark": "exactness", "config": config.to_dict(), "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "commit": commit(), "versions": versions(), "machine": machine(),
-        "models": {}, "content": {}, "groups": [],
+        "benchmark": "exactness", "config": config.to_dict(), **origin(), "models": {}, "content": {}, "groups": [],
     }  # fmt: skip
     progress("loading the models")
     models = Models.load(config, device)

@@ -80,13 +80,3 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return entry if isinstance(entry, dict) else None
-
-
-def write_atomically(path: Path, data: str | bytes) -> None:
-    """A reader finds the old file or the new one, never half of it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("wb") as file:
-        file.write(data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)

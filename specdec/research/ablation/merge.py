@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from specdec.errors import SpecdecError
-from specdec.research.ablation.journal import read_journals, write_atomically
+from specdec.research.ablation.journal import read_journals
 from specdec.research.ablation.report import need_matplotlib, render
 from specdec.research.ablation.store import read_manifest
 from specdec.research.ablation.summary import summarise
 from specdec.research.ablation.table import TABLE, build_table, need_pyarrow, write_table
 from specdec.research.bootstrap import need_scipy
+from specdec.texts import write_atomically
 
 SUMMARY, REPORT = "summary.json", "report.html"
 

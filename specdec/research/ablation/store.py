@@ -8,18 +8,17 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from specdec.errors import SpecdecError
-from specdec.provenance import versions
 from specdec.research.ablation.config import AblationConfig, Cell, content_hash
-from specdec.research.ablation.journal import read_journals, write_atomically
-from specdec.research.bench import commit, machine
+from specdec.research.ablation.journal import read_journals
+from specdec.research.bench import origin
 from specdec.research.datasets import Prompt, load_prompts
+from specdec.texts import write_atomically
 
 MANIFEST = "run.json"
 
@@ -50,10 +49,7 @@ class Plan:
         """What run.json holds."""
         return {
             "config": self.config.to_dict(),
-            "versions": versions(),
-            "machine": machine(),
-            "commit": commit(),
-            "date": time.strftime("%Y-%m-%d", time.gmtime()),
+            **origin(),
             "cells": [cell_to_dict(cell) for cell in self.cells],
             "prompts": [
                 {"id": p.id, "category": p.category, "fingerprint": self.fingerprint(p), "text": p.text}

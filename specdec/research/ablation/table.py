@@ -22,9 +22,10 @@ from typing import Any
 
 from specdec.errors import SpecdecError
 from specdec.research.ablation.config import PLAIN
-from specdec.research.ablation.journal import read_journals, write_atomically
+from specdec.research.ablation.journal import read_journals
 from specdec.research.ablation.store import read_manifest
 from specdec.stats import RoundRecord, Tally
+from specdec.texts import write_atomically
 
 TABLE = "table.parquet"
 SECONDS = ("seconds", "prefill_seconds", "draft_seconds", "verify_seconds", "other_seconds")
