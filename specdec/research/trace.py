@@ -56,10 +56,6 @@ class Trace:
         """Who drafted, in order of first appearance."""
         return list(dict.fromkeys(r.strategy for r in self.rounds if r.strategy is not None))
 
-    @property
-    def detailed(self) -> bool:
-        return all(r.details is not None for r in self.rounds)
-
     def text_of(self, token: int) -> str:
         """A token's text, or its id where there is no tokenizer."""
         return self.tokens.get(token, f"<{token}>")
