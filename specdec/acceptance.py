@@ -130,7 +130,9 @@ class AcceptanceRule:
     none. A rule without it judges chains only.
 
     proposal: how model drafters must propose under this rule: their argmax, a sample of q, or ("coupled") the sample of
-    q that the target's own random numbers give.
+    q that the target's own random numbers give. recordable: the functions are tensor operations on the block alone, so
+    that what they did once may be recorded and replayed for other blocks (a rule with a state, a generator or a branch
+    on values is not).
     """
 
     name: str
@@ -139,6 +141,7 @@ class AcceptanceRule:
     follow: Callable[[Block, Tensor], Tensor]
     lossy: bool = False
     descend: Callable[[Block, Tensor], Tensor] | None = None
+    recordable: bool = False
 
 
 def judge(block: Block, rule: AcceptanceRule) -> Verdict:
@@ -328,11 +331,17 @@ def register_rule(rule: AcceptanceRule) -> AcceptanceRule:
     return rule
 
 
-MATCH = register_rule(AcceptanceRule("match", "argmax", _match_stands, _match_follow, descend=_match_descend))
-LEVIATHAN = register_rule(
-    AcceptanceRule("leviathan", "sample", _leviathan_stands, _leviathan_follow, descend=_leviathan_descend)
+MATCH = register_rule(
+    AcceptanceRule("match", "argmax", _match_stands, _match_follow, descend=_match_descend, recordable=True)
 )
-COUPLED = register_rule(AcceptanceRule("coupled", "coupled", _match_stands, _match_follow, descend=_match_descend))
+LEVIATHAN = register_rule(
+    AcceptanceRule(
+        "leviathan", "sample", _leviathan_stands, _leviathan_follow, descend=_leviathan_descend, recordable=True
+    )
+)
+COUPLED = register_rule(
+    AcceptanceRule("coupled", "coupled", _match_stands, _match_follow, descend=_match_descend, recordable=True)
+)
 
 
 def find_rule(rule: Any) -> AcceptanceRule:

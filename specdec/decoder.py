@@ -28,6 +28,7 @@ from specdec.result import Generation, Round
 from specdec.rows import Row, StopRules
 from specdec.runner import HostReader, Runner, Shapes
 from specdec.sampling import build_sampling, row_key
+from specdec.verification import Verifier
 
 DEFAULT_BATCH = 8
 
@@ -285,22 +286,21 @@ class Call:
         self.reads_before = decoder.reader.count
         self.recorded_before = {role: r.recorded for role, r in decoder._runners().items()}
         self.started = time.perf_counter()
-        self.engine = Engine(
+        verifier = Verifier(
             runner=target,
             cache=target.lease(self.batch, self.capacity + spare),
             shapes=shapes,
-            chain=chain,
             rule=self.rule,
             sampling=self.sampling,
-            rows=self.rows,
             batch=self.batch,
             vocab_size=target.vocab_size,
             reader=decoder.reader,
-            kept=decoder._kept if keep else None,
             record=self.record,
             top=self.top,
             logprobs=self.settings.output_logprobs,
+            watched=bool(chain.observers),
         )
+        self.engine = Engine(verifier, chain, self.rows, decoder._kept if keep else None)
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:

@@ -4,9 +4,8 @@ Data flow of a pass, for the B slots of the batch:
 
     admit   free slots take the next prompts: prefill all but the last token, tell the drafters
     draft   rows without an open draft ask the chain; every row now has a draft, perhaps an empty one
-    verify  the target sees [newest token, draft ...] of every row in one pass
-    accept  on the device: how many drafted tokens stand, and the token that follows
-    read    one host read
+    verify  the target sees [newest token, draft ...] of every row in one pass, and the acceptance rule says on the
+            device how many drafted tokens stand, and which token follows (verification.py); one host read
     commit  rows take their tokens, stop where a stop falls; trimming = the row's size, nothing is copied, but for
             accepted paths of trees, whose slots move to where a chain would have them
 
@@ -22,67 +21,41 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
-from specdec.acceptance import UNSOUND, AcceptanceRule, Block, Verdict, judge
-from specdec.details import Probe, details_of
+from specdec.acceptance import UNSOUND
+from specdec.details import details_of
 from specdec.drafters.base import Draft, DraftRequest, RowNoise, RowSampling
 from specdec.drafters.chain import Chain
 from specdec.errors import SpecdecError
-from specdec.kv_cache import KeptRows, RaggedCache
+from specdec.kv_cache import KeptRows
 from specdec.result import Round
 from specdec.rows import Row
-from specdec.runner import HostReader, Runner, Shapes, to_device
-from specdec.sampling import History, Sampling, fold_int
+from specdec.runner import to_device
+from specdec.sampling import fold_int
 from specdec.stats import Stats, Times
-from specdec.trees import Parents, Shape, TreeLayout, array_on, chain_parents, moves, shape_of, tree_pass
-
-
-@dataclass
-class Facts:
-    """What the one host read of a pass brings back, as lists over the slots."""
-
-    accepted: list[int]
-    token: list[int]
-    failed: list[int]
-    totals: list[int]  # proposed tokens of the whole draft
-    draft: list[list[int]]
-    unsound: list[int]
-    path: list[list[int]] | None = None  # of a pass with trees: the nodes that stand
-    logprobs: list[list[float]] | None = None
-    p: list[list[float]] | None = None
-    q: list[list[float]] | None = None
-    details: list[Any] = field(default_factory=list)  # of details.Probe
+from specdec.trees import moves
+from specdec.verification import Facts, Verifier
 
 
 @dataclass
 class Engine:
     """One call in flight. `rows` is the queue; `batch` slots serve it."""
 
-    runner: Runner
-    cache: RaggedCache
-    shapes: Shapes
+    verifier: Verifier
     chain: Chain
-    rule: AcceptanceRule
-    sampling: Sampling
     rows: Sequence[Row]
-    batch: int
-    vocab_size: int
-    reader: HostReader
     kept: KeptRows | None = None
-    record: bool = False  # yield Round objects, with p and q at drafted tokens
-    top: int = 0  # > 0: and with details, of so many best tokens a position
-    logprobs: bool = False
-    verify_passes: int = 0
     times: Times = field(default_factory=Times)
 
     def __post_init__(self) -> None:
+        self.runner, self.cache, self.shapes = self.verifier.runner, self.verifier.cache, self.verifier.shapes
+        self.sampling, self.rule, self.batch = self.verifier.sampling, self.verifier.rule, self.verifier.batch
+        self.record = self.verifier.record  # yield Round objects, with p and q at drafted tokens
         self.queue = deque(row for row in self.rows if row.finish_reason is None)
         self.slots: list[Row | None] = [None] * self.batch
         self.clock = Clock(self.runner.device)
@@ -93,11 +66,12 @@ class Engine:
             started = self.clock.mark()
             self.draft()
             drafted = self.clock.mark()
-            block = self.verify()
-            verdict = judge(block, self.rule)
-            verified = self.clock.mark()
-            facts = self.read(block, verdict)
-            spans = {"draft": self.clock.span(started, drafted), "verify": self.clock.span(drafted, verified)}
+            verified, output = self.verifier.launch(self.active())
+            if output is not None:
+                self.chain.observe(output)
+            judged = self.clock.mark()
+            facts = self.verifier.read(verified)
+            spans = {"draft": self.clock.span(started, drafted), "verify": self.clock.span(drafted, judged)}
             self.times.draft += spans["draft"]
             self.times.verify += spans["verify"]
             yield self.commit(facts, spans)
@@ -153,139 +127,7 @@ class Engine:
             noise=RowNoise(row.key, fold_int(row.key, row.rounds)),
         )
 
-    # -- verify --------------------------------------------------------------------------------------------------
-
-    def verify(self) -> Block:
-        """One target pass over [newest, draft ...] of every row; the block that acceptance judges."""
-        limit, device = self.shapes.verify_width, self.runner.device
-        active = self.active()
-        drafts = {b: row.pending for b, row in active if row.pending is not None}
-        counts = [1 + min(len(drafts[b]), limit - 1) if b in drafts else 0 for b in range(self.batch)]
-        width = self.shapes.width(max(counts))
-        draft, totals = self._draft_matrix(drafts, width)
-        outside = (draft < 0) | (draft >= self.vocab_size)
-        draft = draft.masked_fill(outside, 0)
-        layout = [[0, 0, 0, 0]] * self.batch
-        for b, row in active:
-            layout[b] = [row.last, row.key, row.size, row.accepted]
-        last, keys, positions, done = to_device(layout, device).unbind(dim=1)
-        fed = torch.cat([last[:, None], draft[:, : width - 1]], dim=1)
-        starts = [0] * self.batch
-        for b, row in active:
-            starts[b] = row.size - 1
-        watched = bool(self.chain.observers)
-        trees = self._trees(drafts)
-        where = None
-        if trees is not None:
-            where = tree_pass(trees, [range(count) for count in counts], width, starts, device)
-        out = self.runner.step(self.cache, self.shapes, fed, starts, counts, hidden=watched, tree=where)
-        if watched:
-            self.chain.observe(out)
-        self.verify_passes += 1
-        history = self._history(fed, counts, trees) if self.sampling.row_processors is not None else None
-        scores = self.sampling.scores(out.logits[..., : self.vocab_size], history)
-        q, has_q, all_claim = self._proposal_laws(drafts, scores)
-        return Block(
-            scores=scores, draft=draft, lengths=totals.clamp(max=limit), final=totals < limit, keys=keys,
-            positions=positions, sampling=self.sampling, q=q, has_q=has_q, all_claim=all_claim, totals=totals,
-            tree=TreeLayout.of(trees, width, device) if trees is not None else None, done=done,
-            outside=outside,
-        )  # fmt: skip
-
-    def _trees(self, drafts: dict[int, Draft]) -> list[Shape] | None:
-        """The shape of every row's draft, chains as trees; None when no row has a tree."""
-        if all(draft.parents is None for draft in drafts.values()):
-            return None
-        limit = self.shapes.verify_width
-        parents: list[Parents] = [()] * self.batch
-        for b, draft in drafts.items():
-            chain = chain_parents(min(len(draft), limit))
-            parents[b] = chain if draft.parents is None else tuple(draft.parents)
-        return [shape_of(p) for p in parents]
-
-    def _draft_matrix(self, drafts: dict[int, Draft], width: int) -> tuple[Tensor, Tensor]:
-        """Drafted ids [B, S], column s tested by the s-th law, and the drafts' whole lengths [B], on the device."""
-        device = self.runner.device
-        ids = [[0] * width for _ in range(self.batch)]
-        lengths = [0] * self.batch
-        on_device: dict[int, Tensor] = {}
-        unread: dict[int, Tensor] = {}
-        for b, draft in drafts.items():
-            lengths[b] = len(draft)
-            if isinstance(draft.tokens, Tensor):
-                on_device[b] = draft.tokens[:width]
-            else:
-                listed = self._checked(draft)[:width]
-                ids[b][: len(listed)] = listed
-            if draft.length is not None:
-                unread[b] = draft.length[None]
-        matrix, totals = to_device(ids, device), to_device(lengths, device)
-        put_rows(matrix, on_device)
-        put_rows(totals[:, None], unread)
-        return matrix, totals
-
-    def _checked(self, draft: Draft) -> list[int]:
-        ids = [int(t) for t in draft.tokens]
-        if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
-            raise SpecdecError(f"strategy {draft.drafter!r} proposed an id outside the target's vocabulary: {ids}")
-        return ids
-
-    def _proposal_laws(self, drafts: dict[int, Draft], scores: Tensor) -> tuple[Tensor | None, Tensor | None, bool]:
-        """q [B, S, V] aligned with the scores, which rows claim one [B], and whether all drafted rows do."""
-        claims = {b: d.q for b, d in drafts.items() if d.q is not None and len(d) > 0}
-        for b, law in claims.items():
-            if law.shape[-1] != scores.shape[-1]:
-                wide, name = law.shape[-1], drafts[b].drafter
-                raise SpecdecError(f"strategy {name!r} gave a q over {wide} ids, the target has {scores.shape[-1]}")
-        # Under coupled q is for the records alone: acceptance compares tokens.
-        if not claims or (self.rule.proposal == "coupled" and not self.record):
-            return None, None, False
-        q = torch.zeros_like(scores)
-        put_rows(q, {b: law[: scores.shape[1]] for b, law in claims.items()})
-        has_q = to_device([b in claims for b in range(self.batch)], scores.device, torch.bool)
-        return q, has_q, len(claims) == sum(len(d) > 0 for d in drafts.values())
-
-    def _history(self, fed: Tensor, counts: Sequence[int], trees: Sequence[Shape] | None) -> History:
-        known: list[Tensor | None] = [None] * self.batch
-        processors: list[Any] = [None] * self.batch
-        for b, row in self.active():
-            assert row.known is not None
-            known[b], processors[b] = row.known[:-1], row.processors
-        paths = None
-        if trees is not None:
-            paths = [[shape.path(s) for s in range(count)] for shape, count in zip(trees, counts, strict=True)]
-        return History(known, fed, processors, counts, paths)
-
-    # -- read and commit -----------------------------------------------------------------------------------------
-
-    def read(self, block: Block, verdict: Verdict) -> Facts:
-        """The one host read of a pass."""
-        assert verdict.unsound is not None
-        wanted = [verdict.accepted, verdict.token, verdict.failed, block.totals, block.draft, verdict.unsound]
-        if verdict.path is not None:
-            wanted.append(verdict.path)
-        if self.logprobs:
-            emitted, columns = verdict.emitted(block.draft)
-            rows = torch.arange(self.batch, device=emitted.device)[:, None]
-            wanted.append(torch.log_softmax(block.scores, dim=-1)[rows, columns, emitted])
-        if self.record:
-            tested_at = block.columns.expand_as(block.draft) if block.tree is None else block.tree.tested_at
-            rows = torch.arange(self.batch, device=tested_at.device)[:, None]
-            wanted.append(block.p[rows, tested_at, block.draft])
-            wanted.append((block.p if block.q is None else block.q).gather(-1, block.draft[..., None])[..., 0])
-        if self.record and self.top:
-            wanted += Probe(block, verdict, self.rule, self.top).tensors()
-        values = self.reader.read(*wanted)
-        optional = iter(values[6:])
-        facts = Facts(*values[:6])
-        if verdict.path is not None:
-            facts.path = next(optional)
-        if self.logprobs:
-            facts.logprobs = next(optional)
-        if self.record:
-            facts.p, facts.q = next(optional), next(optional)
-        facts.details = list(optional)
-        return facts
+    # -- commit --------------------------------------------------------------------------------------------------
 
     def commit(self, facts: Facts, spans: dict[str, float]) -> list[Round]:
         """Rows take what was accepted; finished rounds are counted and the drafters told."""
@@ -338,7 +180,9 @@ class Engine:
         assert facts.p is not None and facts.q is not None
         tokenizer = row.stops.tokenizer
         columns = min(n + 1, self.shapes.verify_width)
-        details = details_of(facts.details, slot, n, columns, len(tokens), draft.q is not None) if self.top else None
+        details = None
+        if self.verifier.top:
+            details = details_of(facts.details, slot, n, columns, len(tokens), draft.q is not None)
         return Round(
             row=row.index,
             position=position,
@@ -364,19 +208,10 @@ class Engine:
             rows=[row.records for row in self.rows],
             emitted=[row.size - len(row.prompt) for row in self.rows],
             counters=self.chain.counters,
-            verify_passes=self.verify_passes,
-            host_reads=self.reader.count - reads_before,
+            verify_passes=self.verifier.passes,
+            host_reads=self.verifier.reader.count - reads_before,
             times=self.times,
         )
-
-
-def put_rows(table: Tensor, rows: Mapping[int, Tensor]) -> None:
-    """table[b, : len(rows[b])] = rows[b] for every b, in one write; table [B, S, ...], rows [n, ...] on any device."""
-    if not rows:
-        return
-    flat = torch.cat([row.to(table.device, table.dtype, non_blocking=True) for row in rows.values()])
-    places = np.concatenate([b * table.shape[1] + np.arange(len(row)) for b, row in rows.items()])
-    table.view(-1, *table.shape[2:]).index_copy_(0, array_on(places, table.device), flat)
 
 
 class Clock:

@@ -1,10 +1,15 @@
-"""Passes recorded once and replayed: CUDA graphs, and the compiled variants that are recorded inside them.
+"""Programs recorded once and replayed: CUDA graphs, and the compiled variants that are recorded inside them.
 
 A pass of a model is hundreds of small kernels; launched one by one from Python they take longer than the GPU takes to
 run them. A graph replays them with one launch. It is fixed in everything but the contents of its inputs: shapes, the
-K/V length, the rows, and every address, those of weights and cache included. So a graph is made per `PassKey`, lives
-with the cache that it writes to (`RaggedCache.graphs`), is dropped when the model's weights have moved, and reads its
+K/V length, the rows, and every address, those of weights and cache included. So a graph is made per key, lives with
+the cache that it writes to (`RaggedCache.graphs`), is dropped when the model's weights have moved, and reads its
 inputs from buffers of its own that are refilled before each replay.
+
+What is recorded is a *program*: a function from `Buffers` to `Buffers` that computes on the device alone and is fully
+described by its key. One pass of a model is a program (`PassKey`); so are a pass with the acceptance behind it
+(verification.py) and all the draft steps of a round (drafters/draft_model.py). A program that cannot be recorded runs
+as it is, and the passes in it are recorded one by one.
 
 Recording is behind the small `Recorder` protocol, so that everything else here runs, and is tested, without a GPU.
 """
@@ -15,14 +20,15 @@ import logging
 import threading
 import time
 import warnings
-from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from specdec.buffers import Buffers
 from specdec.device import sync_allowed
 from specdec.errors import SpecdecError
 from specdec.trees import TreePass
@@ -72,7 +78,7 @@ class PassKey(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PassInputs:
+class PassInputs(Buffers):
     """What varies: tokens [B, S], layout [2, B] (where each row starts and how many of its tokens are real), and where
     the tokens stand in trees. All on the model's device."""
 
@@ -80,45 +86,26 @@ class PassInputs:
     layout: Tensor
     tree: TreePass | None = None
 
-    def tensors(self) -> Iterator[Tensor]:
-        yield from (self.tokens, self.layout)
-        if self.tree is not None:
-            yield from (self.tree.starts, self.tree.offsets, self.tree.depths, self.tree.sees)
 
-    def copies(self) -> PassInputs:
-        """The same values in buffers of their own."""
-        tree = self.tree
-        if tree is not None:
-            tree = TreePass(tree.starts.clone(), tree.offsets.clone(), tree.depths.clone(), tree.sees.clone())
-        return replace(self, tokens=self.tokens.clone(), layout=self.layout.clone(), tree=tree)
-
-    def refill(self, new: PassInputs) -> None:
-        """Take over the values of another pass of the same key, in place."""
-        for mine, theirs in zip(self.tensors(), new.tensors(), strict=True):
-            mine.copy_(theirs)
-
-
-class PassResult(NamedTuple):
+@dataclass(frozen=True)
+class PassResult(Buffers):
     """logits [B, S', V]; hidden: every layer's states [B, S, H], or None."""
 
     logits: Tensor
     hidden: tuple[Tensor, ...] | None = None
 
-    def copies(self) -> PassResult:
-        """The same values in tensors of their own."""
-        return PassResult(self.logits.clone(), self.hidden and tuple(h.clone() for h in self.hidden))
 
-
-Compute = Callable[[PassInputs], PassResult]
+I = TypeVar("I", bound=Buffers)  # noqa: E741
+R = TypeVar("R", bound=Buffers)
 
 
 class Recorder(Protocol):
-    """Makes a pass repeatable."""
+    """Makes a program repeatable."""
 
-    def warm_up(self, run: Callable[[], PassResult]) -> None:
+    def warm_up(self, run: Callable[[], Buffers]) -> None:
         """Run once before recording, so that whatever allocates or compiles on first use has done so."""
 
-    def record(self, run: Callable[[], PassResult]) -> tuple[Callable[[], None], PassResult]:
+    def record(self, run: Callable[[], R]) -> tuple[Callable[[], None], R]:
         """Returns (replay, result): `replay()` does what `run` did, from the same input buffers into `result`."""
 
 
@@ -137,14 +124,14 @@ class CudaRecorder:
         self.pool = torch.cuda.graph_pool_handle()
         self.stream = side_stream(device)
 
-    def warm_up(self, run: Callable[[], PassResult]) -> None:
+    def warm_up(self, run: Callable[[], Buffers]) -> None:
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
             run()
         current.wait_stream(self.stream)
 
-    def record(self, run: Callable[[], PassResult]) -> tuple[Callable[[], None], PassResult]:
+    def record(self, run: Callable[[], R]) -> tuple[Callable[[], None], R]:
         graph = torch.cuda.CUDAGraph()
         with (
             torch.cuda.device(self.device),
@@ -155,62 +142,71 @@ class CudaRecorder:
 
 
 @dataclass(frozen=True)
-class RecordedPass:
-    """A pass that can be replayed: its input buffers, and the result that a replay fills."""
+class Recorded(Generic[I, R]):
+    """A program that can be replayed: its input buffers, and the result that a replay fills."""
 
-    inputs: PassInputs
+    inputs: I
     replay: Callable[[], None]
-    result: PassResult
+    result: R
 
-    def __call__(self, inputs: PassInputs) -> PassResult:
-        """The result is the caller's own: another pass may use the graph's memory for something else."""
+    def __call__(self, inputs: I) -> R:
+        """The result is the caller's own: another program may use the graph's memory for something else."""
         self.inputs.refill(inputs)
         self.replay()
         return self.result.copies()
 
 
 class Graphs:
-    """The recorded passes of one model: counted, timed, and given up for good where recording fails.
+    """The recorded programs of one model: counted, timed, and given up for good, kind by kind, where recording fails.
 
-    captures: passes recorded so far; seconds: time that took, warm-up and compilation included; failure: why recording
-    was given up, or None.
+    captures: programs recorded so far; seconds: time that took, warm-up and compilation included; failures: kind of
+    program -> why it is not recorded; busy: a recording is going on, so that passes inside it just run.
     """
 
     def __init__(self, recorder: Recorder, name: str):
         self.recorder, self.name = recorder, name
         self.captures = 0
         self.seconds = 0.0
-        self.failure: str | None = None
+        self.failures: dict[str, str] = {}
+        self.busy = False
 
-    def run(
-        self, known: dict[Hashable, RecordedPass], key: PassKey, inputs: PassInputs, compute: Compute
-    ) -> PassResult:
-        """Replay the pass of `key` in `known`, the cache's own; record it first where it is new."""
-        if key not in known:
-            if self.failure is not None:
-                return compute(inputs)
+    def run(self, known: dict[Hashable, Any], key: NamedTuple, inputs: I, compute: Callable[[I], R]) -> R:
+        """Replay the program of `key` in `known`, the cache's own; record it first where it is new."""
+        kind = type(key).__name__
+        if self.busy or kind in self.failures:
+            return compute(inputs)
+        program: Recorded[I, R] | None = known.get((kind, key))
+        if program is None:
             started = time.perf_counter()
             # What another thread runs on the side stream would become part of the recording.
-            with _recording, sync_allowed(inputs.tokens.device):
-                made = self._record(inputs, compute)
+            with _recording, sync_allowed(next(inputs.tensors()).device):
+                program = self._record(kind, inputs, compute)
             self.seconds += time.perf_counter() - started
-            if made is None:
+            if program is None:
                 return compute(inputs)
-            known[key] = made
-        return known[key](inputs)
+            known[kind, key] = program
+        return program(inputs)
 
-    def _record(self, inputs: PassInputs, compute: Compute) -> RecordedPass | None:
+    def _record(self, kind: str, inputs: I, compute: Callable[[I], R]) -> Recorded[I, R] | None:
         fixed = inputs.copies()
-        # A pass that fails here fails eagerly as well: that is the caller's error, and not one of recording.
-        self.recorder.warm_up(lambda: compute(fixed))
+        self.busy = True
         try:
-            replay, result = self.recorder.record(lambda: compute(fixed))
-        except RuntimeError as error:
-            self.failure = str(error).strip().split("\n")[0]
-            log.warning("%s runs eagerly: its passes cannot be recorded (%s)", self.name, self.failure)
-            return None
+            # A program that fails here fails eagerly as well: that is the caller's error, and not one of recording.
+            self.recorder.warm_up(lambda: compute(fixed))
+            try:
+                replay, result = self.recorder.record(lambda: compute(fixed))
+            except RuntimeError as error:
+                self._give_up(kind, str(error).strip().split("\n")[0])
+                return None
+        finally:
+            self.busy = False
         self.captures += 1
-        return RecordedPass(fixed, replay, result)
+        return Recorded(fixed, replay, result)
+
+    def _give_up(self, kind: str, reason: str) -> None:
+        self.failures[kind] = reason
+        how = "runs eagerly: its passes" if kind == PassKey.__name__ else "is replayed pass by pass: larger programs"
+        log.warning("%s %s cannot be recorded (%s)", self.name, how, reason)
 
 
 class CompiledModel:

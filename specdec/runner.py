@@ -15,24 +15,28 @@ same kernels in the same order, whatever else is in the pass (design notes in do
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from specdec.attention import AttentionSwitch, MaskBuilder, check_attention
+from specdec.buffers import Buffers
 from specdec.device import sync_allowed
 from specdec.graphs import (
     GRAPH_WIDTH,
     CompiledModel,
     CudaRecorder,
     Graphs,
+    I,
     PassInputs,
     PassKey,
     PassResult,
+    R,
     Recorder,
     choose_mode,
 )
@@ -148,32 +152,45 @@ class Runner:
         the cache rows that the batch stands for (default all); `keep` > 0 computes logits of the last `keep` columns
         only.
         """
-        batch, width = tokens.shape
-        # Ids that the embedding lacks can only be padding ids of a wider partner's vocabulary; feeding another id
-        # there costs acceptance, never correctness.
-        tokens = tokens.clamp(max=self.embedded - 1)
         reach = max(s + (c if tree is None else tree.region) for s, c in zip(starts, counts, strict=True))
-        first, region = (0 if rows is None else rows.start), 0
-        known = cache.graphs if rows is None and width <= GRAPH_WIDTH else None
-        fitted = tree
-        if tree is not None:
-            region = shapes.width(tree.region) if known is not None else tree.region
-            fitted = tree.widened(region)
-        key = PassKey(batch, first, width, shapes.kv_len(reach, cache.capacity), keep, hidden, region)
-        inputs = PassInputs(tokens, to_device([list(starts), list(counts)], self.device), fitted)
-
-        def compute(inputs: PassInputs) -> PassResult:
-            return self._compute(cache, key, inputs)
-
-        if known is not None and self.graphs is not None:
-            result = self.graphs.run(known, key, inputs, compute)
+        key, tree = self.key(cache, shapes, tokens.shape[1], reach, tree, keep, hidden)
+        inputs = PassInputs(tokens, to_device([list(starts), list(counts)], self.device), tree)
+        if rows is None:
+            result = self.forward(cache, key, inputs)
         else:
-            result = compute(inputs)
-        return PassOutput(result.logits, tokens, starts, counts, first, result.hidden, tree)
+            result = self.compute(cache, key._replace(batch=len(tokens), first_row=rows.start), inputs)
+        return PassOutput(result.logits, tokens, starts, counts, key.first_row, result.hidden, tree)
 
-    def _compute(self, cache: RaggedCache, key: PassKey, inputs: PassInputs) -> PassResult:
+    def key(
+        self, cache: RaggedCache, shapes: Shapes, width: int, reach: int, tree: TreePass | None = None, keep: int = 0,
+        hidden: bool = False,
+    ) -> tuple[PassKey, TreePass | None]:  # fmt: skip
+        """The key of a pass over all rows that reads no slot from `reach` on, and its tree as that key has it."""
+        region = 0
+        if tree is not None:
+            region = shapes.width(tree.region) if cache.graphs is not None else tree.region
+            tree = tree.widened(region)
+        return PassKey(cache.batch, 0, width, shapes.kv_len(reach, cache.capacity), keep, hidden, region), tree
+
+    def forward(self, cache: RaggedCache, key: PassKey, inputs: PassInputs) -> PassResult:
+        """A pass over all rows, replayed where it can be."""
+        return self.run(cache, key, key, inputs, lambda given: self.compute(cache, key, given))
+
+    def run(
+        self, cache: RaggedCache, key: NamedTuple, widest: PassKey, inputs: I, program: Callable[[I], R]
+    ) -> R:
+        """Run a program around passes over `cache`, of which `widest` is the widest; replayed where it can be. `key`
+        names everything that the program depends on beside its inputs."""
+        if self.graphs is None or cache.graphs is None or widest.width > GRAPH_WIDTH:
+            return program(inputs)
+        return self.graphs.run(cache.graphs, key, inputs, program)
+
+    def compute(self, cache: RaggedCache, key: PassKey, inputs: PassInputs) -> PassResult:
         """The pass itself, from tensors alone: no value of `inputs` is known here."""
         layout, tree = inputs.layout, inputs.tree
+        # Ids that the embedding lacks can only be padding ids of a wider partner's vocabulary; feeding another id
+        # there costs acceptance, never correctness.
+        tokens = inputs.tokens.clamp(max=self.embedded - 1)
         column = torch.arange(key.width, device=self.device)
         real = column < layout[1, :, None]  # [B, S]
         slots = layout[0, :, None] + (column if tree is None else tree.offsets)
@@ -182,7 +199,7 @@ class Runner:
         rows = slice(key.first_row, key.first_row + key.batch)
         cache.aim(torch.where(real, slots, cache.capacity), rows, key.kv_len)
         arguments: dict[str, Any] = {
-            "input_ids": inputs.tokens,
+            "input_ids": tokens,
             "position_ids": positions,
             "attention_mask": self.masks(positions, key.kv_len, tree),
             self.cache_argument: cache,
@@ -216,8 +233,8 @@ class Runner:
         """What passes run as, for provenance; `before`: `recorded` as the call began."""
         graphs, seconds = self.recorded
         made = {"mode": self.mode, "graphs": graphs, "captured": graphs - before[0], "seconds": seconds - before[1]}
-        failure = self.graphs.failure if self.graphs is not None else None
-        return made if failure is None else {**made, "failure": failure}
+        failures = list(self.graphs.failures.values()) if self.graphs is not None else []
+        return {**made, "failure": failures[0]} if failures else made
 
     def _choose_graphs(self) -> None:
         self.mode = "graph" if self.recorder is not None else choose_mode(self.compile, self.model, self.device)
@@ -269,29 +286,43 @@ def to_device(values: Any, device: torch.device, dtype: torch.dtype = torch.int6
     return array_on(np.array(values), device).to(dtype)
 
 
-class HostReader:
-    """The only way values come back from the device: counted, and one transfer a call.
+@dataclass(frozen=True)
+class Packed(Buffers):
+    """Tensors on their way to the host: `flat` float64 [n], which holds token ids, lengths and float32 values exactly;
+    forms: each tensor's shape, and whether it is of floats."""
 
-    `count` is the number of transfers so far. Everything is packed into float64, which holds token ids, lengths and
-    float32 values exactly.
-    """
+    flat: Tensor
+    forms: tuple[tuple[tuple[int, ...], bool], ...]
+
+    @staticmethod
+    def of(tensors: Sequence[Tensor]) -> Packed:
+        home = tensors[0].device
+        flat = torch.cat([t.detach().to(home).reshape(-1).to(torch.float64) for t in tensors])
+        return Packed(flat, tuple((tuple(t.shape), t.is_floating_point()) for t in tensors))
+
+
+class HostReader:
+    """The only way values come back from the device: counted, and one transfer a call. `count`: transfers so far."""
 
     def __init__(self) -> None:
         self.count = 0
 
     def read(self, *tensors: Tensor) -> list[Any]:
         """The tensors as nested lists of Python numbers, ints where the tensor was integral or boolean."""
+        if tensors:
+            return self.fetch(Packed.of(tensors))
         self.count += 1
-        if not tensors:
-            return []
-        home = tensors[0].device
-        with sync_allowed(home):
-            flat = torch.cat([t.detach().to(home).reshape(-1).to(torch.float64) for t in tensors]).cpu()
+        return []
+
+    def fetch(self, packed: Packed) -> list[Any]:
+        """The same of tensors that are packed already."""
+        self.count += 1
+        with sync_allowed(packed.flat.device):
+            flat = packed.flat.cpu()
         out, offset = [], 0
-        for tensor in tensors:
-            part = flat[offset : offset + tensor.numel()]
-            offset += tensor.numel()
-            if not tensor.is_floating_point():
-                part = part.to(torch.int64)
-            out.append(part.reshape(tensor.shape).tolist())
+        for shape, of_floats in packed.forms:
+            size = math.prod(shape)
+            part = flat[offset : offset + size]
+            offset += size
+            out.append((part if of_floats else part.to(torch.int64)).reshape(shape).tolist())
         return out

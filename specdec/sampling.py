@@ -14,7 +14,7 @@ SplitMix64 (Steele, Lea & Flood 2014) in wrapping int64 arithmetic.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
 from typing import Any
@@ -116,12 +116,22 @@ class Sampling:
     temperature: float
     warpers: tuple[Any, ...] = ()
     row_processors: Callable[[int, Sequence[int], int], RowProcessors] | None = None
-    settings: dict[str, Any] = field(default_factory=dict)
 
     @property
     def greedy(self) -> bool:
         # Below float32's smallest normal number the division overflows; the law is one-hot long before.
         return self.temperature < 1e-30
+
+    @property
+    def signature(self) -> tuple[Any, ...] | None:
+        """Equal for pipelines that compute the same; None where that cannot be said."""
+        parts: list[Any] = [self.temperature]
+        for warper in self.warpers:
+            values = tuple(sorted(vars(warper).items()))
+            if not all(value is None or isinstance(value, (bool, int, float, str)) for _, value in values):
+                return None
+            parts.append((type(warper), values))
+        return tuple(parts)
 
     def scores(self, logits: Tensor, history: History | None = None) -> Tensor:
         """logits [B, S, V] -> float32 scores [B, S, V]; `history` must be given iff the call has row processors."""

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.buffers import Buffers
 from specdec.errors import SpecdecError
 
 Parents = tuple[int, ...]
@@ -89,7 +90,7 @@ def shape_of(parents: Parents) -> Shape:
 
 
 @dataclass(frozen=True)
-class TreePass:
+class TreePass(Buffers):
     """Where the tokens of one pass stand in their rows' trees, on the device.
 
     starts [B]: slot and position of each row's newest token, where its *region* of R slots begins; offsets [B, S]:
@@ -153,7 +154,7 @@ def tree_pass(
 
 
 @dataclass(frozen=True)
-class TreeLayout:
+class TreeLayout(Buffers):
     """What acceptance knows of the rows' trees, on the device: S columns a row, as fed.
 
     depths [B, S]; children [B, S, C]: columns of a column's children in order of proposal, 0 = none (column S, one past

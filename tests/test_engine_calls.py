@@ -265,12 +265,12 @@ def watching_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Names of tensor reads that happen outside HostReader."""
     outside: list[str] = []
     inside = [False]
-    real_read = HostReader.read
+    real_fetch = HostReader.fetch
 
-    def read(self: HostReader, *tensors: torch.Tensor) -> Any:
+    def fetch(self: HostReader, packed: Any) -> Any:
         inside[0] = True
         try:
-            return real_read(self, *tensors)
+            return real_fetch(self, packed)
         finally:
             inside[0] = False
 
@@ -285,7 +285,7 @@ def watching_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         return call
 
     with monkeypatch.context() as patch:
-        patch.setattr(HostReader, "read", read)
+        patch.setattr(HostReader, "fetch", fetch)
         for name in ("item", "cpu", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__"):
             patch.setattr(torch.Tensor, name, watched(name))
         yield outside

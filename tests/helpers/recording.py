@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from specdec.graphs import PassResult
+from specdec.buffers import Buffers
+from specdec.graphs import R
 
 
 class Rerun:
@@ -17,20 +18,18 @@ class Rerun:
     def __init__(self) -> None:
         self.warm_ups = self.replays = 0
 
-    def warm_up(self, run: Callable[[], PassResult]) -> None:
+    def warm_up(self, run: Callable[[], Buffers]) -> None:
         self.warm_ups += 1
         run()
 
-    def record(self, run: Callable[[], PassResult]) -> tuple[Callable[[], None], PassResult]:
+    def record(self, run: Callable[[], R]) -> tuple[Callable[[], None], R]:
         made = run().copies()
-        made.logits.fill_(float("nan"))
+        for tensor in made.tensors():
+            tensor.fill_(float("nan") if tensor.is_floating_point() else -7)
 
         def replay() -> None:
             self.replays += 1
-            new = run()
-            made.logits.copy_(new.logits)
-            for old, fresh in zip(made.hidden or (), new.hidden or (), strict=True):
-                old.copy_(fresh)
+            made.refill(run())
 
         return replay, made
 
@@ -38,7 +37,7 @@ class Rerun:
 class Frozen(Rerun):
     """A broken recorder: a replay repeats what was recorded, whatever the input buffers hold by then."""
 
-    def record(self, run: Callable[[], PassResult]) -> tuple[Callable[[], None], PassResult]:
+    def record(self, run: Callable[[], R]) -> tuple[Callable[[], None], R]:
         made = run().copies()
 
         def replay() -> None:
@@ -50,5 +49,5 @@ class Frozen(Rerun):
 class Refusing(Rerun):
     """A recorder to which every pass is beyond what can be recorded."""
 
-    def record(self, run: Callable[[], PassResult]) -> tuple[Callable[[], None], PassResult]:
+    def record(self, run: Callable[[], R]) -> tuple[Callable[[], None], R]:
         raise RuntimeError("operation not permitted when stream is capturing\nand more")

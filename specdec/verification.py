@@ -1,0 +1,303 @@
+"""The target's pass over [newest token, draft ...] of every row, with the acceptance behind it: one program.
+
+Data flow: the drafts of all rows, host lists or tensors, become one matrix of ids; what the host knows of the rows
+travels in one transfer. The *program* takes these to everything the host will read, packed: the pass, the scores, the
+acceptance rule, and what records ask for. It computes from tensors alone, so it is recorded and replayed as a whole
+where the runner replays passes (graphs.py). Then there is one host read.
+
+Processors that read the text are called on the host and a user's rule may do anything: there the program just runs,
+and only the pass in it is replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec.acceptance import AcceptanceRule, Block, Verdict, judge
+from specdec.buffers import Buffers
+from specdec.details import Probe
+from specdec.drafters.base import Draft
+from specdec.errors import SpecdecError
+from specdec.graphs import PassInputs, PassKey
+from specdec.kv_cache import RaggedCache
+from specdec.rows import Row
+from specdec.runner import HostReader, Packed, PassOutput, Runner, Shapes
+from specdec.sampling import History, Sampling
+from specdec.trees import Parents, Shape, TreeLayout, TreePass, array_on, chain_parents, shape_of, tree_pass
+
+# Rows of `VerifyInputs.numbers`.
+STARTS, COUNTS, LAST, KEYS, POSITIONS, DONE, TOTALS, CLAIMS = range(8)
+
+
+@dataclass
+class Facts:
+    """What the one host read of a pass brings back, as lists over the slots."""
+
+    accepted: list[int]
+    token: list[int]
+    failed: list[int]
+    totals: list[int]  # proposed tokens of the whole draft
+    draft: list[list[int]]
+    unsound: list[int]
+    path: list[list[int]] | None = None  # of a pass with trees: the nodes that stand
+    logprobs: list[list[float]] | None = None
+    p: list[list[float]] | None = None
+    q: list[list[float]] | None = None
+    details: list[Any] = field(default_factory=list)  # of details.Probe
+
+
+class VerifyKey(NamedTuple):
+    """What is fixed in a program: the pass, the rule and the scores' pipeline, how many levels the trees have (0 = no
+    tree), whether any or all drafts claim a q, and what is recorded."""
+
+    given: PassKey
+    limit: int
+    vocab_size: int
+    rule: AcceptanceRule
+    sampling: Any
+    levels: int
+    claims: bool
+    all_claim: bool
+    recorded: tuple[bool, int, bool]
+
+
+@dataclass(frozen=True)
+class VerifyInputs(Buffers):
+    """numbers [8, B] (STARTS ... CLAIMS); draft [B, S]: drafted ids as proposed, column s tested by the s-th law; q
+    [B, S, V]; the trees of the pass, and as acceptance sees them."""
+
+    numbers: Tensor
+    draft: Tensor
+    q: Tensor | None = None
+    tree: TreePass | None = None
+    layout: TreeLayout | None = None
+
+
+@dataclass(frozen=True)
+class Verified(Buffers):
+    """What a program returns. names: what is in `packed`; logits and hidden, for drafters that learn from the target,
+    are None if there are none."""
+
+    packed: Packed
+    names: tuple[str, ...]
+    fed: Tensor
+    logits: Tensor | None = None
+    hidden: tuple[Tensor, ...] | None = None
+
+
+@dataclass
+class Verifier:
+    """The verify passes of one call; `passes` counts them. record: also p and q at drafted tokens; top > 0: and with
+    details, of so many best tokens a position; watched: logits and hidden states are wanted."""
+
+    runner: Runner
+    cache: RaggedCache
+    shapes: Shapes
+    rule: AcceptanceRule
+    sampling: Sampling
+    batch: int
+    vocab_size: int
+    reader: HostReader
+    record: bool = False
+    top: int = 0
+    logprobs: bool = False
+    watched: bool = False
+    passes: int = 0
+
+    def launch(self, active: Sequence[tuple[int, Row]]) -> tuple[Verified, PassOutput | None]:
+        """Verify what the rows of `active` have pending, without waiting for it; the output is None if not watched."""
+        limit, device = self.shapes.verify_width, self.runner.device
+        drafts = {b: row.pending for b, row in active if row.pending is not None}
+        counts = [1 + min(len(drafts[b]), limit - 1) if b in drafts else 0 for b in range(self.batch)]
+        starts = [0] * self.batch
+        for b, row in active:
+            starts[b] = row.size - 1
+        width = self.shapes.width(max(counts))
+        trees, tree, layout = self._trees(drafts), None, None
+        if trees is not None:
+            tree = tree_pass(trees, [range(count) for count in counts], width, starts, device)
+            layout = TreeLayout.of(trees, width, device)
+        claims = self._claims(drafts)
+        numbers, draft = self._numbers(active, drafts, starts, counts, claims, width)
+        reach = max(s + (c if tree is None else tree.region) for s, c in zip(starts, counts, strict=True))
+        given, tree = self.runner.key(self.cache, self.shapes, width, reach, tree, hidden=self.watched)
+        q = self._laws(claims, width)
+        all_claim = q is not None and len(claims) == sum(len(d) > 0 for d in drafts.values())
+        key = VerifyKey(
+            given, limit, self.vocab_size, self.rule, self.sampling.signature, layout.levels if layout else 0,
+            q is not None, all_claim, (self.record, self.top, self.logprobs),
+        )  # fmt: skip
+        inputs = VerifyInputs(numbers, draft, q, tree, layout)
+        self.passes += 1
+        verified = self._run(key, inputs, active, counts, trees)
+        if verified.logits is None:
+            return verified, None
+        return verified, PassOutput(verified.logits, verified.fed, starts, counts, 0, verified.hidden, tree)
+
+    def read(self, verified: Verified) -> Facts:
+        """The one host read of a pass."""
+        values = dict(zip(verified.names, self.reader.fetch(verified.packed), strict=True))
+        details = [values.pop(name) for name in verified.names if name.startswith("details")]
+        return Facts(**values, details=details)
+
+    def _run(
+        self, key: VerifyKey, inputs: VerifyInputs, active: Sequence[tuple[int, Row]], counts: Sequence[int],
+        trees: Sequence[Shape] | None,
+    ) -> Verified:  # fmt: skip
+        runner, cache, sampling = self.runner, self.cache, self.sampling
+
+        def program(inputs: VerifyInputs) -> Verified:
+            return verify(runner, cache, sampling, key, inputs)
+
+        if sampling.row_processors is not None:
+            return verify(runner, cache, sampling, key, inputs, self._texts(active, counts, trees))
+        if not self.rule.recordable or sampling.signature is None:
+            return program(inputs)
+        return runner.run(cache, key, key.given, inputs, program)
+
+    # -- what goes in ----------------------------------------------------------------------------------------------
+
+    def _trees(self, drafts: Mapping[int, Draft]) -> list[Shape] | None:
+        """The shape of every row's draft, chains as trees; None when no row has a tree."""
+        if all(draft.parents is None for draft in drafts.values()):
+            return None
+        limit = self.shapes.verify_width
+        parents: list[Parents] = [()] * self.batch
+        for b, draft in drafts.items():
+            chain = chain_parents(min(len(draft), limit))
+            parents[b] = chain if draft.parents is None else tuple(draft.parents)
+        return [shape_of(p) for p in parents]
+
+    def _numbers(
+        self, active: Sequence[tuple[int, Row]], drafts: Mapping[int, Draft], starts: Sequence[int],
+        counts: Sequence[int], claims: Mapping[int, Tensor], width: int,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """`VerifyInputs.numbers` and `.draft`: what the host knows in one transfer, then what only the device knows."""
+        host = np.zeros((self.batch, 8 + width), dtype=np.int64)
+        host[:, STARTS], host[:, COUNTS] = starts, counts
+        for b, row in active:
+            host[b, LAST : DONE + 1] = row.last, row.key, row.size, row.accepted
+        on_device: dict[int, Tensor] = {}
+        unread: dict[int, Tensor] = {}
+        for b, draft in drafts.items():
+            host[b, TOTALS], host[b, CLAIMS] = len(draft), b in claims
+            if isinstance(draft.tokens, Tensor):
+                on_device[b] = draft.tokens[:width]
+            else:
+                listed = self._checked(draft)[:width]
+                host[b, 8 : 8 + len(listed)] = listed
+            if draft.length is not None:
+                unread[b] = draft.length[None]
+        table = array_on(host, self.runner.device)
+        numbers, draft_ids = table[:, :8], table[:, 8:]
+        if on_device:
+            draft_ids = draft_ids.contiguous()
+            put_rows(draft_ids, on_device)
+        if unread:
+            totals = numbers[:, TOTALS].contiguous()
+            put_rows(totals[:, None], unread)
+            numbers[:, TOTALS] = totals
+        return numbers.T, draft_ids
+
+    def _checked(self, draft: Draft) -> list[int]:
+        ids = [int(t) for t in draft.tokens]
+        if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
+            raise SpecdecError(f"strategy {draft.drafter!r} proposed an id outside the target's vocabulary: {ids}")
+        return ids
+
+    def _claims(self, drafts: Mapping[int, Draft]) -> dict[int, Tensor]:
+        """The laws of the drafts that claim one, row by row."""
+        claims = {b: d.q for b, d in drafts.items() if d.q is not None and len(d) > 0}
+        for b, law in claims.items():
+            if law.shape[-1] != self.vocab_size:
+                wide, name = law.shape[-1], drafts[b].drafter
+                raise SpecdecError(f"strategy {name!r} gave a q over {wide} ids, the target has {self.vocab_size}")
+        # Under coupled q is for the records alone: acceptance compares tokens.
+        return {} if self.rule.proposal == "coupled" and not self.record else claims
+
+    def _laws(self, claims: Mapping[int, Tensor], width: int) -> Tensor | None:
+        """q [B, S, V] aligned with the scores; None where no row claims any."""
+        if not claims:
+            return None
+        q = torch.zeros((self.batch, width, self.vocab_size), device=self.runner.device)
+        put_rows(q, {b: law[:width] for b, law in claims.items()})
+        return q
+
+    def _texts(
+        self, active: Sequence[tuple[int, Row]], counts: Sequence[int], trees: Sequence[Shape] | None
+    ) -> History:
+        """What text-reading processors see, but for the ids that the pass feeds."""
+        known: list[Tensor | None] = [None] * self.batch
+        processors: list[Any] = [None] * self.batch
+        for b, row in active:
+            assert row.known is not None
+            known[b], processors[b] = row.known[:-1], row.processors
+        paths = None
+        if trees is not None:
+            paths = [[shape.path(s) for s in range(count)] for shape, count in zip(trees, counts, strict=True)]
+        return History(known, torch.zeros(0), processors, counts, paths)
+
+
+def verify(
+    runner: Runner, cache: RaggedCache, sampling: Sampling, key: VerifyKey, inputs: VerifyInputs,
+    texts: History | None = None,
+) -> Verified:  # fmt: skip
+    """The program: from tensors alone, unless `texts` (completed here by the fed ids) names processors to call."""
+    outside = (inputs.draft < 0) | (inputs.draft >= key.vocab_size)
+    draft = inputs.draft.masked_fill(outside, 0)
+    numbers = inputs.numbers
+    fed = torch.cat([numbers[LAST, :, None], draft[:, : key.given.width - 1]], dim=1)
+    out = runner.forward(cache, key.given, PassInputs(fed, numbers[:LAST], inputs.tree))
+    if texts is not None:
+        texts.fed = fed
+    scores = sampling.scores(out.logits[..., : key.vocab_size], texts)
+    totals = numbers[TOTALS]
+    block = Block(
+        scores=scores, draft=draft, lengths=totals.clamp(max=key.limit), final=totals < key.limit, keys=numbers[KEYS],
+        positions=numbers[POSITIONS], sampling=sampling, q=inputs.q,
+        has_q=numbers[CLAIMS] > 0 if key.claims else None, all_claim=key.all_claim, totals=totals, tree=inputs.layout,
+        done=numbers[DONE], outside=outside,
+    )  # fmt: skip
+    wanted = _wanted(block, judge(block, key.rule), key)
+    seen = (out.logits, out.hidden) if key.given.hidden else (None, None)
+    return Verified(Packed.of(list(wanted.values())), tuple(wanted), fed, *seen)
+
+
+def _wanted(block: Block, verdict: Verdict, key: VerifyKey) -> dict[str, Tensor]:
+    """The fields of `Facts`, each with the slots first."""
+    record, top, logprobs = key.recorded
+    assert verdict.unsound is not None
+    wanted = {
+        "accepted": verdict.accepted, "token": verdict.token, "failed": verdict.failed, "totals": block.totals,
+        "draft": block.draft, "unsound": verdict.unsound,
+    }  # fmt: skip
+    rows = torch.arange(len(block.draft), device=block.draft.device)[:, None]
+    if verdict.path is not None:
+        wanted["path"] = verdict.path
+    if logprobs:
+        emitted, columns = verdict.emitted(block.draft)
+        wanted["logprobs"] = torch.log_softmax(block.scores, dim=-1)[rows, columns, emitted]
+    if record:
+        tested_at = block.columns.expand_as(block.draft) if block.tree is None else block.tree.tested_at
+        wanted["p"] = block.p[rows, tested_at, block.draft]
+        wanted["q"] = (block.p if block.q is None else block.q).gather(-1, block.draft[..., None])[..., 0]
+    if record and top:
+        found = Probe(block, verdict, key.rule, top).tensors()
+        wanted |= {f"details.{i}": tensor for i, tensor in enumerate(found)}
+    return wanted
+
+
+def put_rows(table: Tensor, rows: Mapping[int, Tensor]) -> None:
+    """table[b, : len(rows[b])] = rows[b] for every b, in one write; table [B, S, ...], contiguous, rows [n, ...] on any
+    device."""
+    if not rows:
+        return
+    flat = torch.cat([row.to(table.device, table.dtype, non_blocking=True) for row in rows.values()])
+    places = np.concatenate([b * table.shape[1] + np.arange(len(row)) for b, row in rows.items()])
+    table.view(-1, *table.shape[2:]).index_copy_(0, array_on(places, table.device), flat)
