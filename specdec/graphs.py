@@ -189,17 +189,21 @@ class Graphs:
 
     def _record(self, kind: str, inputs: I, compute: Callable[[I], R]) -> Recorded[I, R] | None:
         fixed = inputs.copies()
-        self.busy = True
-        try:
-            # A program that fails here fails eagerly as well: that is the caller's error, and not one of recording.
-            self.recorder.warm_up(lambda: compute(fixed))
+
+        def run() -> R:
+            self.busy = True
             try:
-                replay, result = self.recorder.record(lambda: compute(fixed))
-            except RuntimeError as error:
-                self._give_up(kind, str(error).strip().split("\n")[0])
-                return None
-        finally:
-            self.busy = False
+                return compute(fixed)
+            finally:
+                self.busy = False
+
+        # A program that fails here fails eagerly as well: that is the caller's error, and not one of recording.
+        self.recorder.warm_up(run)
+        try:
+            replay, result = self.recorder.record(run)
+        except RuntimeError as error:
+            self._give_up(kind, str(error).strip().split("\n")[0])
+            return None
         self.captures += 1
         return Recorded(fixed, replay, result)
 

@@ -11,12 +11,13 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import specdec
+from specdec.acceptance import MATCH, AcceptanceRule, Block
 from specdec.decoder import SpeculativeDecoder
 from specdec.errors import SpecdecError
 from specdec.graphs import CompiledModel, check_compile
 from specdec.kv_cache import rounded_up
 from specdec.runner import Runner
-from tests.helpers.recording import Frozen, Refusing, Rerun
+from tests.helpers.recording import Frozen, OnlyPasses, Refusing, Rerun
 from tests.helpers.tiny import tiny_model
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1], [9, 9, 8]]
@@ -53,6 +54,65 @@ def test_recorded_passes_give_the_eager_text(call: str) -> None:
         assert out.token_ids == expected.token_ids
         assert out.stats.to_dict()["accepted_tokens"] == expected.stats.to_dict()["accepted_tokens"]
     assert recorded.target.graphs.recorder.replays > 0
+
+
+def test_a_round_is_one_replay_to_draft_and_one_to_verify() -> None:
+    dec = decoder(Rerun)
+    for options in ({}, {"temperature": 0.9, "acceptance": "match"}, {"strategies": [specdec.DraftModel(n_max=3, p_min=0.3)]}):
+        dec.generate(PROMPTS, 24, **options)
+        target, draft = (r.graphs.recorder.replays for r in (dec.target, dec.draft))
+        out = dec.generate(PROMPTS, 24, **options)
+        assert dec.target.graphs.recorder.replays - target == out.stats.verify_passes
+        assert dec.draft.graphs.recorder.replays - draft == out.stats.counters["draft-model"].n_call_draft
+
+
+def test_what_a_program_depends_on_makes_another_program() -> None:
+    """Temperature, warpers, rule and stops are fixed in a recording: calls that differ in them take turns here."""
+    eager, recorded = decoder(), decoder(Rerun)
+    calls = [
+        {"temperature": 0.9}, {"temperature": 0.4}, {}, {"temperature": 0.9, "top_k": 5},
+        {"temperature": 0.9, "top_k": 50}, {"temperature": 0.9, "acceptance": "match"},
+        {"temperature": 0.9, "acceptance": "coupled"},
+        {"strategies": ["draft-model:p_min=0.02"]}, {"strategies": ["draft-model:p_min=0.5"]},
+        {"output_logprobs": True},
+    ]  # fmt: skip
+    for _ in range(2):
+        for call in calls:
+            expected, out = (d.generate(PROMPTS[:2], 8, seed=3, **call) for d in (eager, recorded))
+            assert out.token_ids == expected.token_ids, call
+            assert out.stats.draft_tokens == expected.stats.draft_tokens, call
+
+
+@pytest.mark.parametrize("call", ["sampled", "tree"])
+def test_where_only_passes_can_be_recorded_these_are(call: str, caplog: pytest.LogCaptureFixture) -> None:
+    recorded = decoder(OnlyPasses)
+    out = recorded.generate(PROMPTS, 24, **CALLS[call])
+    assert out.token_ids == decoder().generate(PROMPTS, 24, **CALLS[call]).token_ids
+    assert recorded.target.graphs.recorder.replays == out.stats.verify_passes
+    told = [r.getMessage() for r in caplog.records if "pass by pass" in r.getMessage()]
+    assert len(told) == sum(len(r.graphs.failures) for r in (recorded.target, recorded.draft)) > 0
+
+
+def test_processors_that_read_text_and_rules_of_users_are_not_recorded() -> None:
+    """Both are Python, which a replay would not call again: here each counts, and the pass alone is recorded."""
+    calls = [0]
+
+    def stands(block: Block) -> torch.Tensor:
+        calls[0] += 1
+        return MATCH.stands(block)
+
+    def processor(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        return scores
+
+    rule = AcceptanceRule("counting", "argmax", stands, MATCH.follow)
+    for options in ({"acceptance": rule}, {"logits_processor": processor, "acceptance": "match"}):
+        dec = decoder(Rerun)
+        for _ in range(2):
+            calls[0] = 0
+            out = dec.generate(PROMPTS, 12, strategies=["prompt-lookup"], **options)
+            assert calls[0] >= out.stats.verify_passes
+        assert dec.target.graphs.recorder.replays == 2 * out.stats.verify_passes
 
 
 def test_a_recorder_that_ignores_its_inputs_is_seen_by_that_test() -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from specdec.drafters.base import BaseDrafter, Draft, DraftContext, DraftRequest, Tokens, as_array
+from specdec.drafters.draft_core import DraftCore
 from specdec.errors import SpecdecError
 from specdec.kv_cache import common_prefix
 
@@ -33,8 +34,6 @@ class TranslatingDrafter(BaseDrafter):
     name: str = field(init=False, default="draft-model")
 
     def __post_init__(self) -> None:
-        from specdec.drafters.draft_model import DraftCore
-
         context = self.context
         if context.tokenizer is None or context.draft_tokenizer is None or context.draft_runner is None:
             raise SpecdecError("draft-model with translate=True needs a draft model and both tokenizers")

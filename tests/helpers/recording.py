@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from specdec.buffers import Buffers
-from specdec.graphs import R
+from specdec.graphs import PassResult, R
 
 
 class Rerun:
@@ -51,3 +51,12 @@ class Refusing(Rerun):
 
     def record(self, run: Callable[[], R]) -> tuple[Callable[[], None], R]:
         raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+
+class OnlyPasses(Rerun):
+    """A recorder that takes single passes of a model, and nothing larger."""
+
+    def record(self, run: Callable[[], R]) -> tuple[Callable[[], None], R]:
+        if not isinstance(run(), PassResult):
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return super().record(run)

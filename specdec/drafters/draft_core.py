@@ -1,0 +1,302 @@
+"""A draft model's cache, row by row, and the draft steps of a round as one program.
+
+The K/V cache is the draft's own. It is caught up with each row's text at the start of a round and trimmed by moving a
+length. The *program* of a round: the pass that feeds what the text has grown by, then k steps of choosing a token and
+feeding it, without a look at any value; so it is recorded and replayed as a whole where the runner replays passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec.buffers import Buffers
+from specdec.drafters.base import Draft, DraftRequest, RowSampling, Tokens, as_array, pad_vocabulary, proposal_law
+from specdec.graphs import PassInputs, PassKey
+from specdec.kv_cache import KeptRows
+from specdec.runner import Runner, Shapes, to_device
+from specdec.sampling import History, Purpose, race, streams
+from specdec.trees import Columns, Shape, array_on, moves, tree_pass
+
+CATCH_UP = 16  # a longer gap is prefilled row by row; a shorter one rides in the first draft pass
+# Rows of `StepInputs.numbers`.
+STARTS, COUNTS, KEYS, POSITIONS = range(4)
+
+
+class Stops(NamedTuple):
+    """When a draft ends before its k tokens: `DraftModel`'s parameters."""
+
+    p_min: float
+    n_min: int
+    top_n: int | None
+
+
+class StepsKey(NamedTuple):
+    """What is fixed in a program of draft steps.
+
+    first: the pass that catches up; steps: tokens to choose; drawn: from q, with streams of `purpose`, else the argmax;
+    scores: the pipeline's signature; p_min, n_min, top_n: as `DraftModel` has them; vocab_size: the target's.
+    """
+
+    first: PassKey
+    steps: int
+    drawn: bool
+    purpose: Purpose
+    scores: Any
+    p_min: float
+    n_min: int
+    top_n: int | None
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class StepInputs(Buffers):
+    """numbers [4, B] (STARTS ... POSITIONS, that of the first drafted token); tokens [B, W] to catch up with."""
+
+    numbers: Tensor
+    tokens: Tensor
+
+
+@dataclass(frozen=True)
+class Proposal(Buffers):
+    """tokens [B, k], lengths [B], q [B, k, V] or None, all on the device; may_stop: lengths can be below k."""
+
+    tokens: Tensor
+    lengths: Tensor
+    q: Tensor | None
+    may_stop: bool
+
+    def draft(self, row: int, limit: int, name: str) -> Draft:
+        q = None if self.q is None else self.q[row]
+        length = self.lengths[row] if self.may_stop else None
+        return Draft(self.tokens[row], None, q, name, length).truncated(limit)
+
+
+class Texts:
+    """The rows' text-reading processors, and the texts that they read. They are called on the host."""
+
+    def __init__(self, batch: int, requests: Sequence[DraftRequest], device: torch.device):
+        self.known: list[Tensor | None] = [None] * batch
+        self.processors: list[Any] = [None] * batch
+        for r in requests:
+            if r.sampling is not None and r.sampling.processors is not None:
+                self.known[r.row] = to_device([*map(int, r.tokens), r.last], device)
+                self.processors[r.row] = r.sampling.processors
+
+    def __bool__(self) -> bool:
+        return any(p is not None for p in self.processors)
+
+    def history(self, drafted: Sequence[Tensor], batch: int) -> History:
+        """The prefixes that the next token's laws follow, `drafted` tokens [B] each included."""
+        device = next(k.device for k in self.known if k is not None)
+        nothing = torch.empty((batch, 0), dtype=torch.int64, device=device)
+        fed = torch.stack(list(drafted), dim=1) if drafted else nothing
+        known = [None if k is None else torch.cat([k, fed[b]]) for b, k in enumerate(self.known)]
+        return History(known, fed[:, :0], self.processors, [1] * len(known))
+
+
+class DraftCore:
+    """A model with its own ragged cache, caught up with each row's text on demand.
+
+    Invariant: the first `length[row]` slots of a row hold the K/V of the first `length[row]` ids of its text, once the
+    moves that accepted paths of trees ask for are made (`settle`). `spare`: slots for nodes of trees.
+    """
+
+    def __init__(self, runner: Runner, batch: int, capacity: int, kept: KeptRows | None = None, spare: int = 0):
+        self.runner, self.batch = runner, batch
+        self.capacity = min(capacity, runner.context)
+        self.cache = runner.lease(batch, self.capacity + spare)
+        self.kept = kept
+        self.shapes = Shapes.choose(runner.device, False, self.capacity)
+        self.text = np.zeros((batch, self.capacity), dtype=np.int64)
+        self.length = [0] * batch
+        self.written = [0] * batch  # how much of `text` is known; accepted drafts are in the cache before that
+        self.outstanding: dict[int, int] = {}  # row -> draft tokens of the open round
+        self.fed: dict[int, set[int]] = {}  # row -> nodes of the open round's tree that are in the cache
+        self.moves: list[tuple[int, int, int]] = []
+
+    def close(self) -> None:
+        self.runner.pool.give_back(self.cache)
+
+    def keep(self) -> KeptRows:
+        """The rows as they stand, for a later call."""
+        self.settle()
+        lengths = [min(a, b) for a, b in zip(self.length, self.written, strict=True)]
+        return KeptRows(self.cache, [self.text[row, :n].copy() for row, n in enumerate(lengths)])
+
+    def begin(self, row: int, prompt: Tokens) -> None:
+        """Forget the row; take over what an earlier call kept of this prompt."""
+        self.settle()
+        self.outstanding.pop(row, None)
+        self.fed.pop(row, None)
+        ids = as_array(prompt)[: self.capacity]
+        self.length[row] = self.kept.restore(self.cache, row, ids) if self.kept else 0
+        self.written[row] = self.length[row]
+        self.text[row, : self.length[row]] = ids[: self.length[row]]
+        self.cache.wipe(row, self.length[row])
+
+    def room(self, request: DraftRequest, n_max: int) -> int:
+        """How many tokens fit: the draft's context may end before the target's."""
+        return min(request.limit(n_max), self.capacity - len(request.tokens))
+
+    def accept(self, row: int, n_accepted: int) -> None:
+        """Accepted drafts are already in the cache, except the last one if all stood: it was never fed."""
+        drafted = self.outstanding.pop(row, 0)
+        if drafted:
+            self.length[row] = min(self.length[row] + min(n_accepted, drafted - 1), self.capacity)
+
+    def accept_path(self, row: int, nodes: Sequence[int]) -> None:
+        """The nodes of the row's tree that stood, from the top. A node that was never fed is the last of them."""
+        fed = self.fed.pop(row, set())
+        kept = [node + 1 for node in nodes if node in fed]
+        self.moves += moves(row, kept, self.length[row] - 1)
+        self.length[row] += len(kept)
+
+    def settle(self) -> None:
+        """Move accepted paths to where a chain would have them, all rows at once."""
+        self.cache.compact(self.moves)
+        self.moves = []
+
+    def feed(self, requests: Sequence[DraftRequest]) -> tuple[np.ndarray, list[int], list[int]]:
+        """What each row's text has grown by: tokens [B, W], where they start, and how many there are. Longer gaps are
+        prefilled here; the caller feeds the rest, which counts as fed from now on."""
+        self.settle()
+        fed: dict[int, np.ndarray] = {}
+        for r in requests:
+            row, total = r.row, len(r.tokens) + 1
+            self.text[row, : total - 1] = as_array(r.tokens)
+            self.text[row, total - 1] = r.last
+            self.written[row] = total
+            self.fed.pop(row, None)
+            if total - self.length[row] > CATCH_UP:
+                start = self.length[row]
+                self.runner.prefill(self.cache, self.shapes, row, self.text[row, start : total - 1].tolist(), start)
+                self.length[row] = total - 1
+            fed[row] = self.text[row, self.length[row] : total]
+        width = self.shapes.width(max(len(ids) for ids in fed.values()))
+        tokens = np.zeros((self.batch, width), dtype=np.int64)
+        starts, counts = [0] * self.batch, [0] * self.batch
+        for row, ids in fed.items():
+            tokens[row, : len(ids)] = ids
+            starts[row], counts[row] = self.length[row], len(ids)
+            self.length[row] += len(ids)
+        return tokens, starts, counts
+
+    def catch_up(self, requests: Sequence[DraftRequest]) -> Tensor:
+        """Feed what each row's text has grown by; returns the logits after its newest token, [B, V_draft]."""
+        tokens, starts, counts = self.feed(requests)
+        device = self.runner.device
+        logits = self.runner.step(self.cache, self.shapes, array_on(tokens, device), starts, counts).logits
+        newest = to_device([max(c - 1, 0) for c in counts], device)
+        return logits[torch.arange(self.batch, device=device), newest]
+
+    def propose(self, requests: Sequence[DraftRequest], k: int, stops: Stops, vocab_size: int) -> Proposal:
+        """Catch up and draft k tokens for the rows of `requests`; the other rows ride along as padding."""
+        sampling = requests[0].sampling
+        drawn, purpose = sampling is not None and sampling.drawn, Purpose.DRAFT
+        tokens, starts, counts = self.feed(requests)
+        host = np.zeros((self.batch, 4 + tokens.shape[1]), dtype=np.int64)
+        host[:, STARTS], host[:, COUNTS], host[:, 4:] = starts, counts, tokens
+        for r in requests:
+            if drawn:
+                assert r.noise is not None and r.sampling is not None
+                host[r.row, KEYS], purpose = r.sampling.streams(r.noise)
+            host[r.row, POSITIONS] = len(r.tokens) + 1
+        table = array_on(host, self.runner.device)
+        inputs = StepInputs(table[:, :4].T, table[:, 4:])
+        reach = max(s + c for s, c in zip(starts, counts, strict=True)) + k - 1
+        first, _ = self.runner.key(self.cache, self.shapes, tokens.shape[1], min(reach, self.capacity))
+        pipeline = None if sampling is None else sampling.sampling
+        key = StepsKey(first, k, drawn, purpose, pipeline and pipeline.signature, *stops, vocab_size)
+        texts = Texts(self.batch, requests, self.runner.device)
+        if texts or (pipeline is not None and pipeline.signature is None):
+            proposal = self._steps(key, sampling, inputs, texts, requests)
+        else:
+            proposal = self.runner.run(
+                self.cache, key, first, inputs, lambda given: self._steps(key, sampling, given, None, requests)
+            )
+        self.outstanding.update({r.row: proposal.tokens.shape[1] for r in requests})
+        return proposal
+
+    def _steps(
+        self, key: StepsKey, sampling: RowSampling | None, inputs: StepInputs, texts: Texts | None,
+        requests: Sequence[DraftRequest],
+    ) -> Proposal:  # fmt: skip
+        """The program. `texts` and `requests` are the host's: they are looked at only where nothing is recorded."""
+        numbers, runner = inputs.numbers, self.runner
+        length, rows = numbers[STARTS] + numbers[COUNTS], torch.arange(self.batch, device=runner.device)
+        out = runner.forward(self.cache, key.first, PassInputs(inputs.tokens, numbers[:KEYS]))
+        logits = out.logits[rows, (numbers[COUNTS] - 1).clamp(min=0)]  # [B, V_draft]
+        alive = torch.ones(self.batch, dtype=torch.bool, device=runner.device)
+        tokens: list[Tensor] = []
+        lives: list[Tensor] = []
+        laws: list[Tensor] = []
+        for i in range(key.steps):
+            logits = pad_vocabulary(logits, key.vocab_size)
+            history = texts.history(tokens, self.batch) if texts else None
+            scores = logits.float() if sampling is None else sampling.sampling.scores(logits[:, None], history)[:, 0]
+            # A broken draft proposes nothing; the target is unharmed.
+            alive = alive & _goes_on(key, logits, i) & scores.amax(dim=-1).isfinite()
+            if key.drawn:
+                laws.append(proposal_law(scores))
+                stream = streams(numbers[KEYS], numbers[POSITIONS] + i, key.purpose)
+                tokens.append(race(laws[-1], stream))
+            else:
+                tokens.append(scores.argmax(dim=-1))
+            lives.append(alive)
+            if i + 1 == key.steps or (key.p_min and self._nobody(alive, requests)):
+                break
+            logits = self._next(key.first, tokens[-1], length + i, numbers[COUNTS] > 0)
+        lengths = torch.stack(lives).sum(dim=0)
+        if not key.drawn and key.n_min:
+            lengths = torch.where(lengths < key.n_min, 0, lengths)
+        q = torch.stack(laws, dim=1) if key.drawn else None
+        return Proposal(torch.stack(tokens, dim=1), lengths, q, bool(key.p_min))
+
+    def _next(self, first: PassKey, tokens: Tensor, slots: Tensor, active: Tensor) -> Tensor:
+        """Feed one drafted token [B] a row at `slots` [B]; logits [B, V_draft]. Rows without room sit out."""
+        fits = active & (slots < self.capacity)
+        width = self.shapes.width(1)
+        layout = torch.stack([torch.where(fits, slots, 0), fits.long()])
+        padded = torch.nn.functional.pad(tokens[:, None], (0, width - 1))
+        return self.runner.forward(self.cache, first._replace(width=width), PassInputs(padded, layout)).logits[:, 0]
+
+    def _nobody(self, alive: Tensor, requests: Sequence[DraftRequest]) -> bool:
+        """Whether every row has stopped. Only asked where looking costs no transfer and nothing is recorded."""
+        looks = self.runner.graphs is None and alive.device.type == "cpu"
+        return looks and not any(alive[r.row] for r in requests)
+
+    def step(self, requests: Sequence[DraftRequest], tokens: Tensor, i: int) -> Tensor:
+        """Feed the i-th drafted token [B] of every row; returns logits [B, V_draft]. Rows without room sit out."""
+        starts, counts = [0] * self.batch, [0] * self.batch
+        for r in requests:
+            if self.length[r.row] + i < self.capacity:
+                starts[r.row], counts[r.row] = self.length[r.row] + i, 1
+        width = self.shapes.width(1)
+        padded = torch.nn.functional.pad(tokens[:, None], (0, width - 1))
+        return self.runner.step(self.cache, self.shapes, padded, starts, counts).logits[:, 0]
+
+    def tree_step(self, tokens: Tensor, shapes: Sequence[Shape], columns: Sequence[Columns]) -> Tensor:
+        """Feed nodes of each row's tree: tokens [B, F], the columns they stand at; returns logits [B, F, V_draft]."""
+        starts = [n - 1 if fed else 0 for n, fed in zip(self.length, columns, strict=True)]
+        width = self.shapes.width(tokens.shape[1])
+        where = tree_pass(shapes, columns, width, starts, self.runner.device)
+        padded = torch.nn.functional.pad(tokens, (0, width - tokens.shape[1]))
+        for row, fed in enumerate(columns):
+            self.fed.setdefault(row, set()).update(column - 1 for column in fed)
+        counts = [len(fed) for fed in columns]
+        logits = self.runner.step(self.cache, self.shapes, padded, starts, counts, tree=where).logits
+        return logits[:, : tokens.shape[1]]
+
+
+def _goes_on(key: StepsKey, logits: Tensor, i: int) -> Tensor | bool:
+    """Whether position i is proposed: from q_i before anything is drawn, never from the drawn token."""
+    if not key.p_min or (key.drawn and i < key.n_min):
+        return True
+    best = logits.float() if key.top_n is None else logits.float().topk(min(key.top_n, logits.shape[-1])).values
+    return torch.softmax(best, dim=-1).amax(dim=-1) >= key.p_min
