@@ -2,7 +2,8 @@
 
 Data flow of a pass, for the B slots of the batch:
 
-    admit   free slots take the next prompts: prefill all but the last token, tell the drafters
+    admit   free slots take the next prompts: prefill all but the last token, tell the drafters; what another slot's
+            prompt has in common with one's own is copied
     draft   rows without an open draft ask the chain; every row now has a draft, perhaps an empty one
     verify  the target sees [newest token, draft ...] of every row in one pass, and the acceptance rule says on the
             device how many drafted tokens stand, and which token follows (verification.py); one host read
@@ -25,6 +26,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from specdec.acceptance import UNSOUND
@@ -40,6 +42,8 @@ from specdec.sampling import fold_int
 from specdec.stats import Stats, Times
 from specdec.trees import moves
 from specdec.verification import Facts, Verifier
+
+_NOTHING = np.zeros(0, dtype=np.int64)
 
 
 @dataclass
@@ -91,8 +95,10 @@ class Engine:
 
     def _start(self, slot: int, row: Row) -> None:
         started = time.perf_counter()
+        held = list(self.slots)
         self.slots[slot] = None  # from here on the slot's cache is not the old row's, also after an interrupt
         known = self.kept.restore(self.cache, slot, row.tokens) if self.kept else 0
+        known = self._share(held, slot, row, known)
         self.cache.wipe(slot, known)
         seen = self.chain.observe if self.chain.observers else None
         self.runner.prefill(self.cache, self.shapes, slot, row.tokens[known:].tolist(), known, seen)
@@ -102,6 +108,19 @@ class Engine:
         self.slots[slot] = row
         self.times.prefill += time.perf_counter() - started
         self.chain.begin(slot, row.tokens)
+
+    def _share(self, held: Sequence[Row | None], slot: int, row: Row, known: int) -> int:
+        """Take over what the prompt of a row that a slot holds has in common with this one's: a system prompt, a
+        few-shot header, the same prompt again. Returns how many of the row's tokens the slot has then."""
+        if self.chain.observers:
+            return known  # they see what is fed, and nothing else
+        if known > 0:  # the slot holds what an earlier call kept, no more its last row
+            held = [None if b == slot else other for b, other in enumerate(held)]
+        sound = [other if other is not None and other.error is None else None for other in held]
+        texts = [_NOTHING if other is None else other.ids[: len(other.prompt) - 1] for other in sound]
+        # In exact mode only what was computed in the same chunks has the same bits.
+        step = self.shapes.widths[-1] if self.shapes.kv_fixed is not None else 1
+        return KeptRows(self.cache, texts).restore(self.cache, slot, row.tokens, step, known)
 
     # -- draft ---------------------------------------------------------------------------------------------------
 

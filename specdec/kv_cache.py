@@ -182,18 +182,21 @@ class RaggedCache(Cache):
 
 @dataclass
 class KeptRows:
-    """Rows of an earlier call whose keys and values are still good: `texts[i]` is what row i of `cache` holds."""
+    """Rows whose keys and values are good, of an earlier call or of this one: `texts[i]` is what row i of `cache`
+    holds."""
 
     cache: RaggedCache
     texts: list[np.ndarray]
 
-    def restore(self, cache: RaggedCache, row: int, ids: np.ndarray) -> int:
-        """Copy the longest kept prefix of `ids` into `row` of `cache`; returns its length in tokens (0: none)."""
+    def restore(self, cache: RaggedCache, row: int, ids: np.ndarray, step: int = 1, known: int = 0) -> int:
+        """Copy the longest prefix of `ids` that a row holds, cut to a multiple of `step` tokens, into `row` of `cache`,
+        unless that has `known` tokens of it already and no fewer. Returns how many tokens it has then."""
         shared = [common_prefix(text, ids) for text in self.texts]
         best = max(range(len(shared)), key=shared.__getitem__, default=0)
-        length = min(shared[best], cache.capacity) if shared else 0
-        if length > 0:
-            cache.copy_row_from(self.cache, best, row, length)
+        length = min(shared[best], cache.capacity) // step * step if shared else 0
+        if length <= known:
+            return known
+        cache.copy_row_from(self.cache, best, row, length)
         return length
 
 

@@ -58,7 +58,8 @@ def test_recorded_passes_give_the_eager_text(call: str) -> None:
 
 def test_a_round_is_one_replay_to_draft_and_one_to_verify() -> None:
     dec = decoder(Rerun)
-    for options in ({}, {"temperature": 0.9, "acceptance": "match"}, {"strategies": [specdec.DraftModel(n_max=3, p_min=0.3)]}):
+    short = specdec.DraftModel(n_max=3, p_min=0.3)
+    for options in ({}, {"temperature": 0.9, "acceptance": "match"}, {"strategies": [short]}):
         dec.generate(PROMPTS, 24, **options)
         target, draft = (r.graphs.recorder.replays for r in (dec.target, dec.draft))
         out = dec.generate(PROMPTS, 24, **options)

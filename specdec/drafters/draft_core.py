@@ -174,7 +174,7 @@ class DraftCore:
             self.written[row] = total
             self.fed.pop(row, None)
             if total - self.length[row] > CATCH_UP:
-                start = self.length[row]
+                start = self._share(row, total - 1)
                 self.runner.prefill(self.cache, self.shapes, row, self.text[row, start : total - 1].tolist(), start)
                 self.length[row] = total - 1
             fed[row] = self.text[row, self.length[row] : total]
@@ -186,6 +186,12 @@ class DraftCore:
             starts[row], counts[row] = self.length[row], len(ids)
             self.length[row] += len(ids)
         return tokens, starts, counts
+
+    def _share(self, row: int, total: int) -> int:
+        """Take over what another row holds of the first `total` ids of this one; returns how many are held then."""
+        held = [min(a, b) if r != row else 0 for r, (a, b) in enumerate(zip(self.length, self.written, strict=True))]
+        texts = [self.text[r, :n] for r, n in enumerate(held)]
+        return KeptRows(self.cache, texts).restore(self.cache, row, self.text[row, :total], known=self.length[row])
 
     def catch_up(self, requests: Sequence[DraftRequest]) -> Tensor:
         """Feed what each row's text has grown by; returns the logits after its newest token, [B, V_draft]."""
