@@ -22,6 +22,7 @@ from specdec.drafters import (
     SuffixStore,
 )  # fmt: skip
 from specdec.errors import SpecdecError
+from specdec.fusion import fuse_projections
 from specdec.loading import LoadedPair, load_pair
 from specdec.report import PairReport
 from specdec.result import Generation, Round
@@ -31,5 +32,6 @@ __all__ = [
     "STRATEGIES", "UNSET", "AcceptanceRule", "Draft", "DraftModel", "DraftRequest", "Drafter", "Generation",
     "GenerationSettings", "LoadedPair", "LookupCache", "NgramCache", "NgramMapK", "NgramMapK4V", "NgramMod",
     "NgramSimple", "PairConfig", "PairReport", "PromptLookup", "Round", "RunConfig", "SpecdecError",
-    "SpeculativeDecoder", "Stats", "Suffix", "SuffixStore", "load_pair", "register_rule",
+    "SpeculativeDecoder", "Stats", "Suffix", "SuffixStore", "fuse_projections", "load_pair",
+    "register_rule",
 ]  # fmt: skip

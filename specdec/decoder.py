@@ -19,6 +19,7 @@ from specdec.drafters.base import DraftContext
 from specdec.drafters.chain import Chain, build_chain, upstream_order
 from specdec.engine import Engine
 from specdec.errors import SpecdecError
+from specdec.fusion import fuse_projections
 from specdec.graphs import check_compile
 from specdec.kv_cache import KeptRows
 from specdec.loading import LoadedPair, check_is_model, check_model_kind, check_modules, self_test
@@ -40,7 +41,8 @@ class SpeculativeDecoder:
     texts; draft_tokenizer: the draft's, None = the same; strategies: names or configured drafters in priority order,
     None = `draft-model` with a draft and `prompt-lookup` without, [] = plain decoding; attn_implementation: None =
     specdec's own, or "sdpa" / "eager"; exact: True, False or "auto" (docs/exactness.md); compile: "off", "graph",
-    "inductor", "max", or "auto" = "graph" on a GPU (docs/speed.md).
+    "inductor", "max", or "auto" = "graph" on a GPU (docs/speed.md); fuse: fuse projections of both models, in place
+    (fusion.py).
 
     Raises SpecdecError for a pair that cannot work and for a model whose ragged pass is not its plain pass.
     """
@@ -56,6 +58,7 @@ class SpeculativeDecoder:
         attn_implementation: str | None = None,
         exact: Any = "auto",
         compile: str = "off",
+        fuse: bool = False,
         check: bool = True,
     ):
         check_exact(exact)
@@ -71,6 +74,7 @@ class SpeculativeDecoder:
         self.draft = Runner(draft_model, attn_implementation, compile) if draft_model is not None else None
         self.tokenizer, self.draft_tokenizer = tokenizer, draft_tokenizer or tokenizer
         self.exact = exact
+        self.fused = {role: fuse_projections(r.model) for role, r in self._runners().items()} if fuse else {}
         self.reader = HostReader()
         self._hashes = {role: WeightHash(r.model) for role, r in self._runners().items()}
         self._kept: KeptRows | None = None
@@ -84,7 +88,7 @@ class SpeculativeDecoder:
         cls, target: str | Path, draft: str | Path | None = None, strategies: Any = None, **options: Any
     ) -> SpeculativeDecoder:
         """Load a pair by hub id, folder or GGUF file; options are those of `specdec.load_pair` and of this class."""
-        own = {name: options.pop(name) for name in ("exact", "compile", "check") if name in options}
+        own = {name: options.pop(name) for name in ("exact", "compile", "fuse", "check") if name in options}
         check_exact(own.get("exact", "auto"))
         check_compile(own.get("compile", "off"))
         drafters = make_drafters(strategies, draft is not None)
@@ -356,6 +360,7 @@ class Call:
             "settings": {**self.settings.to_dict(), "acceptance": self.rule.name},
             "strategies": [{"name": d.name, **getattr(d, "parameters", dict)()} for d in self.drafters],
             "exact": self.exact,
+            "fused": decoder.fused,
             "compile": {role: r.compile_report(self.recorded_before[role]) for role, r in decoder._runners().items()},
             "batch": self.batch,
             "lossy": self.rule.lossy,
