@@ -1,4 +1,5 @@
-"""Measure passes eager, as graphs and compiled, and generations eager against graphs, on a GPU.
+"""Measure passes eager, as graphs (with either attention, with fused projections) and compiled, prefill by chunks, and
+generations eager against graphs, on a GPU.
 
     python scripts/measure_graphs.py --out results/graphs_h100.json        # stops after --seconds
     python scripts/measure_graphs.py --tiny --out FILE                     # the same steps with toys, also on a CPU
@@ -13,6 +14,7 @@ import argparse
 import json
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import specdec
+from specdec.attention import MATMUL
+from specdec.fusion import fuse_projections
 from specdec.provenance import device_name
 from specdec.research.bench import origin
 from specdec.runner import Runner, Shapes
@@ -31,6 +35,7 @@ LLAMA = {
 TINY = {"1B": {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "head_dim": 16}}
 VOCAB = {"1B": 128256, "8B": 128256}
 WIDTHS, LENGTHS, BATCHES = (1, 8, 16), (512, 4096), (1, 8)
+CHUNKS = (256, 512, 1024, 2048)
 REPEATS = 3
 # Compiled passes take minutes to make, so only these (width, K/V length, batch) are.
 COMPILED = {"1B": ((1, 512, 1), (8, 512, 1)), "8B": ((8, 512, 1),)}
@@ -134,23 +139,51 @@ def one_pass(runner: Runner, batch: int, width: int, length: int, capacity: int)
 
 
 def passes(model: Any, device: torch.device, left: Any) -> dict[str, Any]:
-    """Every width, length and batch, eager and as graphs."""
+    """Every width, length and batch: eager, as graphs with either attention, and so with fused projections."""
     table: dict[str, Any] = {}
-    modes = ("off", "graph") if device.type == "cuda" else ("off",)
-    runners = {mode: Runner(model, None, mode) for mode in modes}
+    graphs = "graph" if device.type == "cuda" else "off"
+    runners = {"off": Runner(model, None, "off"), "graph": Runner(model, None, graphs),
+               "graph, matmul": Runner(model, MATMUL, graphs)}  # fmt: skip
+    cut = not _fill(table, runners, device, left)
+    made = runners["graph"].recorded
+    fused = fuse_projections(model)
+    runners = {"graph, fused": Runner(model, None, graphs), "graph, fused, matmul": Runner(model, MATMUL, graphs)}
+    cut = cut or not _fill(table, runners, device, left)
+    return {
+        "table": table, "cut": cut, "capture": {"graphs": made[0], "seconds": made[1]}, "fused": fused,
+        "prefill": prefills(Runner(model, None, "off"), left),
+    }  # fmt: skip
+
+
+def _fill(table: dict[str, Any], runners: dict[str, Runner], device: torch.device, left: Any) -> bool:
+    """Time every shape with every runner; whether the time was enough."""
     for batch in BATCHES:
         for length in LENGTHS:
             for width in WIDTHS:
-                entry = {}
+                entry = table.setdefault(f"width {width}, {length} slots, batch {batch}", {})
                 for mode, runner in runners.items():
                     if left() < 0:
-                        return {"table": table, "cut": True}
+                        return False
                     cache, run = one_pass(runner, batch, width, length, LENGTHS[-1])
-                    entry[mode] = timed(run, device, 20 if mode == "graph" else 5)
+                    entry[mode] = timed(run, device, 5 if mode == "off" else 20)
                     runner.pool.give_back(cache)
-                table[f"width {width}, {length} slots, batch {batch}"] = entry
-    made = runners[modes[-1]].recorded
-    return {"table": table, "capture": {"graphs": made[0], "seconds": made[1]}}
+    return True
+
+
+def prefills(runner: Runner, left: Any) -> dict[str, Any]:
+    """A prompt of 2048 tokens in chunks of several widths."""
+    table: dict[str, Any] = {}
+    total = min(2048, LENGTHS[-1])
+    cache = runner.lease(1, LENGTHS[-1])
+    ids = [i % runner.vocab_size for i in range(total)]
+    for width in CHUNKS:
+        if left() < 0:
+            break
+        shapes = replace(Shapes.choose(runner.device, False, LENGTHS[-1]), widths=(width,))
+        table[f"{total} tokens in chunks of {width}"] = timed(
+            lambda shapes=shapes: runner.prefill(cache, shapes, 0, ids, 0), runner.device, 2
+        )
+    return table
 
 
 def compiled(model: Any, wanted: Iterable[tuple[int, int, int]], left: Any) -> dict[str, Any]:
@@ -216,6 +249,7 @@ def summary(result: dict[str, Any]) -> None:
         print(size, f"read once {entry['read_once_ms']:.2f} ms", entry.get("capture"), entry.get("cut"))
         for name, row in entry.get("table", {}).items():
             print("  ", name, {m: round(t["median"], 3) for m, t in row.items()})
+        print("   prefill", {name: round(t["median"], 1) for name, t in entry.get("prefill", {}).items()})
         print("   inductor", entry.get("inductor"))
 
 

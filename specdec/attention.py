@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,9 @@ from specdec.errors import SpecdecError
 from specdec.trees import TreePass
 
 RAGGED = "specdec_ragged"
-SUPPORTED = (RAGGED, "sdpa", "eager")
+MATMUL = "specdec_matmul"  # the same fold, as two products with a softmax between them instead of one fused kernel
+FOLDED = (RAGGED, MATMUL)
+SUPPORTED = (*FOLDED, "sdpa", "eager")
 
 Mask = Tensor | dict[str, Tensor]
 
@@ -40,12 +43,13 @@ def ragged_attention(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    fused: bool = True,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Grouped-query attention without `repeat_kv`; returns `[B, S, H, D_v]` and no weights.
 
     `softcap` (Gemma 2) and `s_aux` (attention sinks, GPT-OSS) are the keywords under which transformers' models pass
-    them. Dropout is never applied: this function only serves inference.
+    them. Dropout is never applied: this function only serves inference. `fused`: by torch's fused kernel, where it can.
     """
     batch, heads, length, width = query.shape
     groups = heads // key.shape[1]
@@ -53,7 +57,7 @@ def ragged_attention(
     mask = attention_mask
     if mask is not None and mask.shape[2] != folded.shape[2]:
         mask = mask.repeat(1, 1, groups, 1)
-    if softcap is None and s_aux is None:
+    if fused and softcap is None and s_aux is None:
         out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
     else:
         out = _plain_attention(folded, key, value, mask, scaling or width**-0.5, softcap, s_aux)
@@ -85,9 +89,12 @@ def _plain_attention(
     return weights.to(value.dtype) @ value
 
 
-AttentionInterface.register(RAGGED, ragged_attention)
-# Without a mask function under the same name, transformers silently hands `mask=None` to the attention.
-AttentionMaskInterface.register(RAGGED, sdpa_mask)
+matmul_attention = partial(ragged_attention, fused=False)
+
+for _name, _attention in ((RAGGED, ragged_attention), (MATMUL, matmul_attention)):
+    AttentionInterface.register(_name, _attention)
+    # Without a mask function under the same name, transformers silently hands `mask=None` to the attention.
+    AttentionMaskInterface.register(_name, sdpa_mask)
 
 
 def check_attention(name: str | None) -> str:
@@ -116,7 +123,7 @@ class MaskBuilder:
         self.dtype = dtype
         kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         latent = getattr(config, "kv_lora_rank", None)  # every head has its own key there: nothing to fold
-        self.groups = config.num_attention_heads // kv_heads if implementation == RAGGED and not latent else 1
+        self.groups = config.num_attention_heads // kv_heads if implementation in FOLDED and not latent else 1
         layer_types = set(getattr(config, "layer_types", None) or ())
         window = getattr(config, "sliding_window", None)
         if getattr(config, "use_sliding_window", True) is False:

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
-from specdec.attention import RAGGED, AttentionSwitch, MaskBuilder, check_attention, ragged_attention
+from specdec.attention import (
+    MATMUL,
+    RAGGED,
+    AttentionSwitch,
+    MaskBuilder,
+    check_attention,
+    matmul_attention,
+    ragged_attention,
+)
 from specdec.errors import SpecdecError
 from tests.helpers.tiny import tiny_model
 
@@ -32,7 +42,10 @@ def naive(q, k, v, allowed, scale, softcap=None, sinks=None):  # type: ignore[no
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("form", ["folded", "bool", "additive"])
-def test_folded_attention_equals_the_literal_one(softcap: float | None, with_sinks: bool, form: str) -> None:
+@pytest.mark.parametrize("attention", [ragged_attention, matmul_attention])
+def test_folded_attention_equals_the_literal_one(
+    attention: Any, softcap: float | None, with_sinks: bool, form: str
+) -> None:
     torch.manual_seed(0)
     batch, heads, kv_heads, length, slots, width, v_width = 2, 6, 2, 3, 7, 8, 5
     q, k = torch.randn(batch, heads, length, width), torch.randn(batch, kv_heads, slots, width)
@@ -45,7 +58,7 @@ def test_folded_attention_equals_the_literal_one(softcap: float | None, with_sin
         mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
     if form == "folded":
         mask = mask.repeat(1, 1, heads // kv_heads, 1)
-    out, weights = ragged_attention(nn.Module(), q, k, v, mask, scaling=0.3, softcap=softcap, s_aux=sinks)
+    out, weights = attention(nn.Module(), q, k, v, mask, scaling=0.3, softcap=softcap, s_aux=sinks)
     assert weights is None
     assert out.shape == (batch, length, heads, v_width)
     torch.testing.assert_close(out, naive(q, k, v, allowed, 0.3, softcap, sinks), atol=2e-6, rtol=1e-5)
@@ -55,7 +68,7 @@ def visible(mask: torch.Tensor) -> torch.Tensor:
     return mask if mask.dtype == torch.bool else mask == 0
 
 
-@pytest.mark.parametrize("implementation", [RAGGED, "sdpa", "eager"])
+@pytest.mark.parametrize("implementation", [RAGGED, MATMUL, "sdpa", "eager"])
 def test_masks_show_the_past_and_padding_sees_slot_zero(implementation: str) -> None:
     model = tiny_model("llama")
     builder = MaskBuilder(model.config, implementation, torch.float32)
