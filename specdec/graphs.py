@@ -17,12 +17,14 @@ Recording is behind the small `Recorder` protocol, so that everything else here 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 import warnings
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -213,6 +215,19 @@ class Graphs:
         log.warning("%s %s cannot be recorded (%s)", self.name, how, reason)
 
 
+def keep_compiled_code() -> Path:
+    """Where compiled code is kept for later processes: torch's own setting, or a folder of the user's cache (torch's
+    default lies in the folder for temporary files)."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(home) / "specdec" / "inductor")))
+
+
+def compiled_before() -> dict[str, int]:
+    """How often this process has found a compiled graph on disk, and how often it has not."""
+    counts = torch._dynamo.utils.counters["inductor"]
+    return {name: counts[f"fxgraph_cache_{kind}"] for name, kind in (("found", "hit"), ("compiled", "miss"))}
+
+
 class CompiledModel:
     """A model's forward through torch.compile, one compilation a shape; the model itself is left as it is.
 
@@ -221,6 +236,7 @@ class CompiledModel:
 
     def __init__(self, model: Any, mode: str, backend: str = "inductor"):
         self.model, self.backend = model, backend
+        keep_compiled_code()
         self.tuning = "max-autotune-no-cudagraphs" if mode == "max" else None
         self.whole = True
         self.compiled = self._compile()

@@ -39,6 +39,8 @@ from specdec.graphs import (
     R,
     Recorder,
     choose_mode,
+    compiled_before,
+    keep_compiled_code,
 )
 from specdec.kv_cache import CachePool, RaggedCache, kv_widths, rounded_up
 from specdec.trees import TreePass, array_on
@@ -232,7 +234,9 @@ class Runner:
     def compile_report(self, before: tuple[int, float]) -> dict[str, Any]:
         """What passes run as, for provenance; `before`: `recorded` as the call began."""
         graphs, seconds = self.recorded
-        made = {"mode": self.mode, "graphs": graphs, "captured": graphs - before[0], "seconds": seconds - before[1]}
+        made: dict[str, Any] = {"mode": self.mode, "graphs": graphs, "captured": graphs - before[0], "seconds": seconds - before[1]}
+        if self.compiled is not None:
+            made["cache"] = {"folder": str(keep_compiled_code()), **compiled_before()}
         failures = list(self.graphs.failures.values()) if self.graphs is not None else []
         return {**made, "failure": failures[0]} if failures else made
 

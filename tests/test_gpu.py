@@ -158,7 +158,8 @@ def test_a_round_is_one_replay_to_draft_and_one_to_verify(options: dict, monkeyp
     dec.generate(PROMPTS, **call)
     replays = []
     real = Recorded.__call__
-    monkeypatch.setattr(Recorded, "__call__", lambda program, inputs: (replays.append(program), real(program, inputs))[1])
+    counted = lambda program, inputs: (replays.append(program), real(program, inputs))[1]  # noqa: E731
+    monkeypatch.setattr(Recorded, "__call__", counted)
     out = dec.generate(PROMPTS, **call)
     assert len(replays) == out.stats.verify_passes + out.stats.counters["draft-model"].n_call_draft
     assert "failure" not in out.provenance["compile"]["target"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import specdec
 from specdec.acceptance import MATCH, AcceptanceRule, Block
 from specdec.decoder import SpeculativeDecoder
 from specdec.errors import SpecdecError
-from specdec.graphs import CompiledModel, check_compile
+from specdec.graphs import CompiledModel, check_compile, keep_compiled_code
 from specdec.kv_cache import rounded_up
 from specdec.runner import Runner
 from tests.helpers.recording import Frozen, OnlyPasses, Refusing, Rerun
@@ -257,6 +258,20 @@ def test_a_compiled_forward_is_whole_and_is_compiled_once_a_shape() -> None:
         torch.testing.assert_close(ours[1, :3], theirs[1, :3], atol=1e-5, rtol=1e-5)
     assert runner.compiled.whole
     assert counter.frame_count == 1
+
+
+def test_compiled_code_is_kept_for_later_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert keep_compiled_code() == tmp_path / "specdec" / "inductor"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "own"))
+    runner = Runner(tiny_model("llama", num_hidden_layers=1), recorder=Rerun())
+    assert "cache" not in runner.compile_report(runner.recorded)
+    runner.compiled = CompiledModel(runner.model, "inductor", backend="eager")
+    report = runner.compile_report(runner.recorded)["cache"]
+    assert report["folder"] == str(tmp_path / "own")
+    assert report["found"] >= 0
+    assert report["compiled"] >= 0
 
 
 def test_sizes_come_from_short_lists() -> None:
