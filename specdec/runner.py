@@ -40,7 +40,6 @@ from specdec.graphs import (
     Recorder,
     choose_mode,
     compiled_before,
-    keep_compiled_code,
 )
 from specdec.kv_cache import CachePool, RaggedCache, kv_widths, rounded_up
 from specdec.trees import TreePass, array_on
@@ -234,9 +233,10 @@ class Runner:
     def compile_report(self, before: tuple[int, float]) -> dict[str, Any]:
         """What passes run as, for provenance; `before`: `recorded` as the call began."""
         graphs, seconds = self.recorded
-        made: dict[str, Any] = {"mode": self.mode, "graphs": graphs, "captured": graphs - before[0], "seconds": seconds - before[1]}
+        captured = {"captured": graphs - before[0], "seconds": seconds - before[1]}
+        made: dict[str, Any] = {"mode": self.mode, "graphs": graphs, **captured}
         if self.compiled is not None:
-            made["cache"] = {"folder": str(keep_compiled_code()), **compiled_before()}
+            made["cache"] = compiled_before()
         failures = list(self.graphs.failures.values()) if self.graphs is not None else []
         return {**made, "failure": failures[0]} if failures else made
 
