@@ -23,8 +23,8 @@ from specdec.fusion import fuse_projections
 from specdec.graphs import check_compile
 from specdec.kv_cache import KeptRows
 from specdec.loading import LoadedPair, check_is_model, check_model_kind, check_modules, self_test
-from specdec.prompts import TextStream, encode_prompts
-from specdec.provenance import WeightHash, device_name, hash_ids, versions
+from specdec.prompts import TextStream, chat_rows, encode_prompts
+from specdec.provenance import WeightHash, device_name, hash_ids, hash_template, versions
 from specdec.result import Generation, Round
 from specdec.rows import Row, StopRules
 from specdec.runner import HostReader, Runner, Shapes
@@ -181,7 +181,8 @@ class SpeculativeDecoder:
         if settings.order == "upstream":
             drafters = upstream_order(drafters)
         encoded = encode_prompts(prompts, self.tokenizer, self.target.vocab_size, self.target.context)
-        return Call(self, settings, drafters, encoded)
+        template = hash_template(self.tokenizer)
+        return Call(self, settings, drafters, encoded, [template if chat else None for chat in chat_rows(prompts)])
 
     def resolve_exact(self, choice: Any, drafters: Sequence[Any] = ()) -> bool:
         """Whether a call runs with fixed shapes; `auto` = dense half-precision models on a GPU, and chains only."""
@@ -226,7 +227,7 @@ class Call:
 
     def __init__(
         self, decoder: SpeculativeDecoder, settings: GenerationSettings, drafters: Sequence[Any],
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Sequence[int]], templates: Sequence[str | None],
     ):  # fmt: skip
         self.decoder, self.drafters, self.record, self.top = decoder, drafters, False, 0
         self.rule = find_rule(settings.acceptance)
@@ -235,6 +236,7 @@ class Call:
         stops = self._stop_rules()
         keys = _row_keys(settings, len(prompts))
         n = settings.num_return_sequences
+        self.templates = [template for template in templates for _ in range(n)]
         self.rows = [Row(i, list(prompts[i // n]), key, stops) for i, key in enumerate(keys)]
         settings.check_ids(decoder.target.vocab_size)
         own = as_list(settings.logits_processor)
@@ -356,6 +358,7 @@ class Call:
             "dtypes": {role: str(r.dtype) for role, r in decoder._runners().items()},
             "weights": {role: h.get() for role, h in decoder._hashes.items()},
             "prompts": [hash_ids(row.prompt) for row in self.rows],
+            "chat_templates": self.templates,
             "seed": self.settings.seed,
             "settings": {**self.settings.to_dict(), "acceptance": self.rule.name},
             "strategies": [{"name": d.name, **getattr(d, "parameters", dict)()} for d in self.drafters],

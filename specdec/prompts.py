@@ -52,12 +52,29 @@ def _encode(row: Any, index: int, tokenizer: Any) -> list[int]:
         chat = _tokenizer(tokenizer, index)
         if not getattr(chat, "chat_template", None):
             raise SpecdecError(f"prompt {index} is a chat, but the tokenizer has no chat template")
-        ids = chat.apply_chat_template(list(row), add_generation_prompt=True, tokenize=True, return_dict=True)
-        return [int(t) for t in ids["input_ids"]]
+        return _through_template(list(row), index, chat)
     wrong = [t for t in row if not _is_id(t)]
     if wrong:
         raise SpecdecError(f"prompt {index}: {wrong[0]!r} is not a token id")
     return [int(t) for t in row]
+
+
+def _through_template(messages: list[Any], index: int, tokenizer: Any) -> list[int]:
+    """Ids of a chat. Templates raise errors of their own for roles that they do not know, or in another order."""
+    try:
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise SpecdecError(f"prompt {index}: the chat template refuses the chat: {reason}") from error
+    return [int(t) for t in ids["input_ids"]]
+
+
+def chat_rows(prompts: Any) -> list[bool]:
+    """Which prompts go through the chat template; prompts as `encode_prompts` takes them."""
+    if isinstance(prompts, (str, torch.Tensor, np.ndarray)):
+        return [False] * (1 if isinstance(prompts, str) else len(prompts))
+    rows = [prompts] if _is_one(prompts) else prompts
+    return [not isinstance(row, str) and len(row) > 0 and isinstance(row[0], Mapping) for row in rows]
 
 
 def _tokenizer(tokenizer: Any, index: int) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import platform
 from collections.abc import Sequence
 from typing import Any
@@ -54,6 +55,15 @@ def _hash_parameters(parameters: Sequence[tuple[str, nn.Parameter]]) -> str:
 def hash_ids(ids: Sequence[int]) -> str:
     """A short hash of one prompt's token ids."""
     return hashlib.sha256(np.asarray(ids, dtype=np.int64).tobytes()).hexdigest()[:16]
+
+
+def hash_template(tokenizer: Any) -> str | None:
+    """A short hash of a tokenizer's chat template, as `sha256sum` of its text begins; None where there is none."""
+    template = getattr(tokenizer, "chat_template", None)
+    if not template:
+        return None
+    text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def versions() -> dict[str, str]:

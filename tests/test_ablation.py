@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -10,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 import specdec
 from specdec import SpeculativeDecoder
 from specdec.config import dump_yaml
 from specdec.errors import SpecdecError
+from specdec.provenance import hash_ids
 from specdec.research.ablation import Share, as_rows, build_table, merge, run_ablation
 from specdec.research.ablation.journal import Journal, read_journals
 from specdec.research.ablation.runner import row_seed
@@ -95,6 +98,32 @@ def test_texts_and_rounds_do_not_depend_on_the_batch(finished: Path, pair: dict[
 def test_the_parquet_table_is_the_rows(finished: Path) -> None:
     rows, _ = build_table(finished)
     assert as_rows(finished) == json.loads(json.dumps(rows))
+
+
+def test_rows_say_which_chat_template_they_went_through(pair: dict[str, str], tmp_path: Path) -> None:
+    """A chat file with a target that has a template, refused by the template in one row, and without one."""
+    talk = [{"role": r, "content": c} for r, c in (("user", "a = 1"), ("assistant", "b"), ("user", "x"))]
+    odd = [{"role": "tool", "content": "a"}, {"role": "user", "content": "b"}]
+    (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps({"messages": m}) for m in (talk, odd)))
+    template = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no\ntools') }}{% endif %}"
+    template += "<{{ m.role }}>{{ m.content }}{% endfor %}"
+    chatty = save_model(tmp_path / "chatty", num_hidden_layers=1)
+    tokenizer = AutoTokenizer.from_pretrained(chatty)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(chatty)
+    pairs = {"chatty": {"target": chatty}, "bare": {"target": pair["target"]}}
+    data = {"dataset": str(tmp_path / "chats.jsonl")}
+    config = grid(pair, pairs=pairs, prompts=(), data=data, strategies={"lookup": ["prompt-lookup"]}, axes={})
+    run_ablation(config, tmp_path / "out")
+    found = {(r["pair"], r["prompt"]): r for r in build_table(tmp_path / "out")[0] if r["drafts"]}
+    through, refused = found["chatty", "chats/0"], found["chatty", "chats/1"]
+    assert through["chat_template"] == hashlib.sha256(template.encode()).hexdigest()[:16]
+    ids = tokenizer("<user>a = 1<assistant>b<user>x")["input_ids"]
+    assert through["prompt_hash"] == hash_ids(ids)
+    assert refused["error"] == "chats/1: the chat template refuses the chat: no"
+    bare = found["bare", "chats/0"]
+    assert bare["chat_template"] is None
+    assert bare["prompt_hash"] == hash_ids(tokenizer("a = 1\n\nb\n\nx")["input_ids"])
 
 
 # -- resuming ---------------------------------------------------------------------------------------------------------

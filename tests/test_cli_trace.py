@@ -53,6 +53,24 @@ def test_show_filters_by_row_and_strategy(recorded: Path) -> None:
     assert lines.count("draft-model") >= len(trace.select([0], ["draft-model"]))
 
 
+def test_prompts_come_from_a_text_file_and_from_chats_in_their_order(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("import os\n\ndef f(x):\n")
+    (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "a = 1"}]}')
+    texts = []
+    for dataset in (f"{tmp_path}/notes.txt:by=paragraph", f"{tmp_path}/chats.jsonl"):
+        out = tmp_path / "run"
+        run_json(
+            "trace", "record", *PAIR, "--out", str(out), "--prompt", "x = ", "--dataset", dataset,
+            "--max-new-tokens", "2",
+        )  # fmt: skip
+        trace = Trace.load(out)
+        texts.append([(row.id, row.prompt_text) for row in trace.rows])
+        assert trace.provenance["chat_templates"] == [None] * len(trace.rows)  # the embedded pair has none
+    assert texts[0] == [("prompt 0", "x = "), ("notes/0", "import os"), ("notes/1", "def f(x):")]
+    assert texts[1] == [("prompt 0", "x = "), ("chats/0", "a = 1")]
+    assert "no chat template" in refused("trace", "record", *PAIR, "--out", str(out), "--dataset", dataset, "--chat")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from specdec.errors import SpecdecError
-from specdec.research.datasets import DATASETS, load_prompts
+from specdec.research.datasets import DATASETS, Prompt, as_given, load_prompts
 
 
 def write(folder: Path, *lines: str) -> Path:
@@ -92,9 +96,12 @@ def test_any_json_lines_file_with_turns_or_prompt_is_a_set(tmp_path: Path) -> No
         (['{"prompt": "a"}', "{prompt}"], "mine.jsonl, line 2: not JSON"),
         (['["a"]'], "line 1: expected an object"),
         (['{"text": "a"}'], "line 1: expected an object"),
-        (['{"turns": []}'], "line 1: `turns` or `prompt`"),
-        (['{"turns": ["a", 1]}'], "line 1: `turns` or `prompt`"),
-        (['{"prompt": "  "}'], "line 1: `turns` or `prompt`"),
+        (['{"turns": []}'], "line 1: `turns` must be text"),
+        (['{"turns": ["a", 1]}'], "line 1: `turns` must be text"),
+        (['{"prompt": "  "}'], "line 1: `prompt` must be text"),
+        (['{"messages": [{"role": "user"}]}'], "line 1: `messages`, message 0: expected texts `role` and `content`"),
+        (['{"messages": [{"role": "assistant", "content": "a"}]}'], "line 1: `messages`: the chat has no text"),
+        (['{"conversations": [{"from": "gpt", "value": "a"}, 3]}'], "line 1: `conversations` must be text"),
         (['{"prompt": "a", "id": 1}', '{"prompt": "b", "id": 1}'], "line 2: the id 'mine/1' occurs twice"),
         ([""], "mine.jsonl: holds no prompts"),
     ],
@@ -113,11 +120,137 @@ def test_bytes_that_are_not_utf8_are_refused(tmp_path: Path) -> None:
         load_prompts(path)
 
 
+# -- chats ------------------------------------------------------------------------------------------------------------
+
+TALK = [("system", "Be brief."), ("user", "One?"), ("assistant", "1"), ("user", "Two?")]
+NAMES = {"system": "system", "user": "human", "assistant": "gpt"}
+
+
+def talk(answered: bool, roles: str = "role", texts: str = "content") -> list[dict[str, str]]:
+    messages = [*TALK, ("assistant", "2")] if answered else TALK
+    return [{roles: NAMES[r] if roles == "from" else r, texts: text} for r, text in messages]
+
+
+@pytest.mark.parametrize("answered", [True, False])
+@pytest.mark.parametrize(
+    "record", [lambda a: {"messages": talk(a)}, lambda a: {"conversations": talk(a, "from", "value")}]
+)
+def test_a_chat_is_a_prompt_without_the_answer_at_its_end(tmp_path: Path, answered: bool, record: Any) -> None:
+    path = write(tmp_path, json.dumps({**record(answered), "category": "c"}), '{"prompt": "alone"}')
+    chat, alone = load_prompts(path, turns="all")
+    assert chat.chat() == talk(False)
+    assert chat.turns == ("One?", "Two?")
+    assert chat.text == "Be brief.\n\nOne?\n\n1\n\nTwo?"
+    assert (chat.id, chat.category) == ("mine/0", "c")
+    assert alone.chat() == [{"role": "user", "content": "alone"}]
+    assert alone.messages == ()
+
+
+def test_a_json_array_is_read_record_by_record(tmp_path: Path) -> None:
+    path = tmp_path / "shared.json"
+    path.write_text(json.dumps([{"prompt": "a"}, {"conversations": talk(True, "from", "value"), "id": "x"}]))
+    assert [p.id for p in load_prompts(path)] == ["shared/0", "shared/x"]
+    path.write_text('[{"prompt": "a"}, 7]')
+    with pytest.raises(SpecdecError, match=r"shared\.json, record 1: expected an object"):
+        load_prompts(path)
+
+
+def test_a_chat_goes_through_the_template_and_its_last_message_is_cut() -> None:
+    class Words:
+        chat_template = "x"
+
+        def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[str]]:
+            return {"input_ids": text.split()}
+
+        def decode(self, ids: list[str]) -> str:
+            return " ".join(ids)
+
+    chat = Prompt("a", "b", "one two\n\nthree four", ("one two",), (("user", "one two"), ("user", "three four")))
+    text = Prompt("a", "b", "one two three", ("one two three",))
+    assert as_given(chat, Words(), "auto", 1)[1] == {"role": "user", "content": "three"}
+    assert as_given(chat, Words(), "auto", 1)[0] == {"role": "user", "content": "one two"}
+    assert as_given(text, Words(), "auto", 2) == [{"role": "user", "content": "one two"}]
+    assert as_given(text, Words(), False, 2) == "one two"
+    assert as_given(chat, Words(), False) == chat.text
+    Words.chat_template = ""
+    assert as_given(chat, Words(), "auto") == chat.text
+
+
+# -- text files -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "texts"),
+    [
+        ("", ["\n# a\n  b\n\n \t\n\nc\n"]),
+        (":by=file", ["\n# a\n  b\n\n \t\n\nc\n"]),
+        (":by=paragraph", ["# a\n  b", "c"]),
+        (":by=line", ["# a", "  b", "c"]),
+    ],
+)
+def test_a_text_file_is_one_prompt_or_one_of_each_part(tmp_path: Path, options: str, texts: list[str]) -> None:
+    path = tmp_path / "some notes.py"
+    path.write_bytes(b"\r\n# a\r\n  b\r\n\r\n \t\r\n\r\nc\r\n")
+    prompts = load_prompts(f"{path}{options}")
+    assert [p.text for p in prompts] == texts
+    assert [p.id for p in prompts] == [f"some notes/{i}" for i in range(len(texts))]
+
+
+def test_a_file_whose_name_looks_like_options_is_taken_as_it_stands(tmp_path: Path) -> None:
+    path = tmp_path / "odd:by=line"
+    path.write_text("a\nb")
+    assert [p.text for p in load_prompts(path)] == ["a\nb"]
+
+
+# -- data sets of a hub -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """A stand-in for the package `datasets`; what it was asked for."""
+    asked: list[Any] = []
+
+    def load_dataset(name: str, config: str | None, split: str, revision: str | None) -> list[dict[str, Any]]:
+        asked.append((name, config, split, revision))
+        if split == "none":
+            raise ValueError("Unknown split 'none'.\nShould be one of ['train']")
+        return [{"question": f"{split} {i}", "prompt": [{"role": "user", "content": str(i)}]} for i in range(3)]
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    return asked
+
+
+def test_a_data_set_of_a_hub_is_loaded_with_its_options(hub: list[Any]) -> None:
+    prompts = load_prompts("hf:owner/name:config=main:split=test[:2]:field=question:revision=abc", limit=2)
+    assert hub == [("owner/name", "main", "test[:2]", "abc")]
+    assert len(prompts) == 2
+    assert {p.text for p in prompts} < {f"test[:2] {i}" for i in range(3)}
+    assert prompts[0].id.startswith("owner/name/")
+    assert load_prompts("hf:owner/name")[1].chat() == [{"role": "user", "content": "1"}]
+    assert hub[1] == ("owner/name", None, "train", None)
+
+
+def test_what_a_data_set_of_a_hub_gets_wrong_is_one_line(hub: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    for named, said in (
+        ("hf:owner/name:split=none", "hf:owner/name: cannot be loaded: Unknown split 'none'."),
+        ("hf:owner/name:field=answer", "hf:owner/name, record 0: expected an object with `answer`"),
+        ("hf:owner/name:by=line", "unknown option of the prompt set 'hf:owner/name' 'by'"),
+    ):
+        with pytest.raises(SpecdecError, match=re.escape(said)) as caught:
+            load_prompts(named)
+        assert "\n" not in str(caught.value)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(SpecdecError, match=r"needs the package datasets: install specdec\[hub\]"):
+        load_prompts("hf:owner/name")
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"name_or_path": "spec_bench"}, "spec_bench: neither a prompt set (spec-bench, humaneval, gsm8k)"),
+        ({"name_or_path": "spec_bench"}, "spec_bench: neither a prompt set (spec-bench, humaneval, gsm8k), nor a file"),
         ({"name_or_path": "/no/such.jsonl"}, "/no/such.jsonl: neither"),
+        ({"name_or_path": f"{__file__}:by=word"}, f"{__file__}: by: expected one of file, paragraph, line"),
+        ({"name_or_path": f"{__file__}:field=x"}, f"unknown option of the prompt set {__file__!r} 'field'"),
         (
             {"name_or_path": "spec-bench", "categories": ["poetry"]},
             "categories: no category 'poetry'; spec-bench has writing",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from functools import cache
 from typing import Any
@@ -15,6 +16,7 @@ from transformers import StoppingCriteriaList
 
 from specdec import DraftModel, SpecdecError, SpeculativeDecoder
 from specdec.prompts import TextStream, encode_prompts
+from specdec.provenance import hash_ids
 from tests.helpers.playing import Scripted, check_counts, rest_of
 from tests.helpers.tiny import tiny_model
 from tests.helpers.tokens import byte_level, word_level
@@ -82,6 +84,32 @@ def test_text_is_tokenised_as_it_stands_and_a_chat_through_the_template() -> Non
     assert encode_prompts([chat, "the fox"], chatty, len(chatty), 512) == [ids, chatty("the fox")["input_ids"]]
     with pytest.raises(SpecdecError, match="chat template"):
         encode_prompts(chat, tokenizer(), 500, 512)
+
+
+def test_provenance_says_which_rows_went_through_which_template() -> None:
+    chatty = byte_level()
+    chatty.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    decoder = SpeculativeDecoder(tiny_model("llama", vocab=len(chatty)), tokenizer=chatty, check=False)
+    chat, ids = [{"role": "user", "content": "the fox"}], [5, 6]
+    name = hashlib.sha256(chatty.chat_template.encode()).hexdigest()[:16]
+    options: dict[str, Any] = {"max_new_tokens": 1, "temperature": 1.0}
+    for prompts, expected in (
+        ([chat, "the fox", ids], [name, name, None, None, None, None]),
+        (chat, [name, name]), ("the fox", [None, None]), (torch.tensor([ids, ids]), [None] * 4), ([], []),
+    ):  # fmt: skip
+        made = decoder.generate(prompts, num_return_sequences=2, **options).provenance
+        assert made["chat_templates"] == expected
+        assert len(made["prompts"]) == len(expected)
+    assert decoder.generate([chat, "the fox"], **options).provenance["prompts"] == [
+        hash_ids(chatty("the fox")["input_ids"])
+    ] * 2  # fmt: skip
+
+
+def test_a_template_that_refuses_a_chat_is_one_line() -> None:
+    chatty = byte_level()
+    chatty.chat_template = "{{ raise_exception('Only user roles\nare supported!') }}"
+    with pytest.raises(SpecdecError, match=r"^prompt 1: the chat template refuses the chat: Only user roles$"):
+        encode_prompts(["the", [{"role": "x", "content": "y"}]], chatty, len(chatty), 512)
 
 
 def test_a_tokenizers_own_bos_is_kept() -> None:

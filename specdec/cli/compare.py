@@ -14,7 +14,7 @@ from rich.markup import escape
 
 from specdec.cli import output
 from specdec.cli.ablate import interval, print_gate
-from specdec.cli.inputs import extra_options, given, read_prompts
+from specdec.cli.inputs import SETS, extra_options, given, read_prompts
 from specdec.research.ablation.merge import check_packages
 from specdec.research.compare import compare as run_compare
 from specdec.research.compare import compare_config
@@ -28,7 +28,7 @@ def compare(
     draft: Annotated[list[str] | None, typer.Option(help="A draft model; several times.")] = None,
     strategy: Annotated[list[str] | None, typer.Option(help="A strategy without a draft model; several times.")] = None,
     k: Annotated[int, typer.Option(min=1, help="Tokens that a draft model drafts.")] = 5,
-    dataset: Annotated[str, typer.Option(help="spec-bench, humaneval, gsm8k or a JSON-lines file.")] = "spec-bench",
+    dataset: Annotated[str, typer.Option(help=SETS)] = "spec-bench",
     category: Annotated[list[str] | None, typer.Option(help="Only this category; several times.")] = None,
     limit: Annotated[int, typer.Option(min=1, help="Prompts, spread over the categories.")] = 8,
     longest: Annotated[int | None, typer.Option(min=1, help="Tokens of a prompt; the rest is cut.")] = None,

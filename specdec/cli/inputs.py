@@ -11,6 +11,9 @@ from specdec.drafters import make_drafters
 from specdec.errors import SpecdecError
 from specdec.texts import parse_yaml
 
+# What --dataset takes, in every verb: docs/datasets.md.
+SETS = "spec-bench, humaneval, gsm8k; a JSON-lines, chat or text file; or hf:owner/name."
+
 
 def given(**options: Any) -> dict[str, Any]:
     """The options that were given: everything that is not None."""

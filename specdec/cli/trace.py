@@ -12,10 +12,11 @@ from rich.text import Text
 
 from specdec.cli import output
 from specdec.cli.generate import make_run
-from specdec.cli.inputs import extra_options, given, read_prompts
+from specdec.cli.inputs import SETS, extra_options, given, read_prompts
 from specdec.config import RunConfig
+from specdec.prompts import chat_rows
 from specdec.research.analysis import analyse
-from specdec.research.datasets import load_prompts
+from specdec.research.datasets import Prompt, as_given, load_prompts
 from specdec.research.demo import load_decoder
 from specdec.research.monitor import Monitor
 from specdec.research.trace import Trace, goes_on, record
@@ -24,6 +25,7 @@ from specdec.result import Round
 app = typer.Typer(
     help="Record every round of a run, and show it.", context_settings={"help_option_names": ["-h", "--help"]}
 )
+CHAT = "Put prompts through the chat template, or do not; neither = chats of a set alone."
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Html = Annotated[Path | None, typer.Option("--html", help="Also write the token page here.")]
 
@@ -35,9 +37,9 @@ def record_run(
     draft: Annotated[str | None, typer.Option(help="The same for the draft, or demo-draft.")] = None,
     prompt: Annotated[list[str] | None, typer.Option(help="Text to continue; may be given several times.")] = None,
     prompt_file: Annotated[list[Path] | None, typer.Option(help="A file with one prompt; - = standard input.")] = None,
-    dataset: Annotated[str | None, typer.Option(help="A prompt set by name, or a JSON-lines file.")] = None,
+    dataset: Annotated[str | None, typer.Option(help=SETS)] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Most prompts of the set, spread over categories.")] = None,
-    chat: Annotated[bool, typer.Option("--chat/--no-chat", help="Put prompts through the chat template.")] = False,
+    chat: Annotated[bool | None, typer.Option("--chat/--no-chat", help=CHAT)] = None,
     strategies: Annotated[str | None, typer.Option(help="a,b:key=value by priority; none = plain decoding.")] = None,
     config: Annotated[Path | None, typer.Option(help="A run as a YAML file; options given here win over it.")] = None,
     max_new_tokens: Annotated[int | None, typer.Option(help="Most tokens to generate for a prompt.")] = None,
@@ -61,7 +63,8 @@ def record_run(
     known = [] if dataset is None else load_prompts(dataset, limit=limit)
     run = make_run(config, pair, options, strategies, False, typed + [p.text for p in known])
     names = [f"prompt {i}" for i in range(len(run.prompts) - len(known))]
-    trace = _record(run, chat, top, names + [p.id for p in known], [""] * len(names) + [p.category for p in known])
+    kinds = [""] * len(names) + [p.category for p in known]
+    trace = _record(run, known, chat, top, names + [p.id for p in known], kinds)
     trace.save(out)
     _write_page(trace, html)
     facts = {"file": str(out), "rows": len(trace.rows), "rounds": len(trace.rounds)}
@@ -74,12 +77,18 @@ def record_run(
     output.stdout().print(made)
 
 
-def _record(run: RunConfig, chat: bool, top: int, ids: Sequence[str], categories: Sequence[str]) -> Trace:
-    prompts: list[Any] = [[{"role": "user", "content": p}] if chat else p for p in run.prompts]
+def _record(
+    run: RunConfig, known: Sequence[Prompt], chat: bool | None, top: int, ids: Sequence[str], categories: Sequence[str]
+) -> Trace:
+    """The run's trace. known: the last of its prompts, where they come from a set."""
+    typed = run.prompts[: len(run.prompts) - len(known)]
+    prompts: list[Any] = [[{"role": "user", "content": p}] if chat else p for p in typed]
     with output.progress("loading") as advance:
         decoder = load_decoder(run)
+        for p in known:
+            prompts.append(as_given(p, decoder.tokenizer, ("auto" if p.messages else False) if chat is None else chat))
         advance("recording")
-        monitor = Monitor(decoder, chat=chat, warn=output.warn)
+        monitor = Monitor(decoder, chat=all(chat_rows(prompts)), warn=output.warn)
         return record(decoder, prompts, top=top, ids=ids, categories=categories, watch=monitor, **run.generation)
 
 

@@ -1,4 +1,4 @@
-"""Prompt sets: three that ship with the package, and any JSON-lines file.
+"""Prompt sets: three that ship with the package, files of your own, and data sets of a hub.
 
 | name         | prompts | categories | source, licence                           |
 |--------------|---------|------------|-------------------------------------------|
@@ -6,8 +6,14 @@
 | `humaneval`  | 164     | 1          | OpenAI HumanEval, MIT                     |
 | `gsm8k`      | 1,319   | 1          | OpenAI GSM8K, test split, MIT             |
 
-A file of your own holds one JSON object a line with `turns` (a list of strings) or `prompt` (a string), and optionally
-`category` and `id` (or `question_id`).
+| anything else                      | is                                                                          |
+|------------------------------------|-----------------------------------------------------------------------------|
+| `mine.jsonl`, `.ndjson`, `.json`   | records, texts or chats, a line each or in an array: see prompt_sources.py  |
+| `notes.txt`, `main.py`, any suffix | a text: one prompt; with `:by=paragraph` or `:by=line` behind it one of each |
+| `hf:owner/name`                    | records of a data set, through the package `datasets` (specdec[hub])        |
+
+Options stand behind the name. Records: `mine.jsonl:field=question`. Data sets: also `config`, `split` (default: train)
+and `revision`: `hf:openai/gsm8k:config=main:split=test:field=question`.
 """
 
 from __future__ import annotations
@@ -16,9 +22,10 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from specdec.errors import SpecdecError
-from specdec.texts import parse_json
+from specdec.research.prompt_sources import HUB, Entry, Messages, Source, read
 
 DATA = Path(__file__).parent / "data"
 DATASETS = {
@@ -35,8 +42,14 @@ class Prompt:
 
     id: str  # unique in its set: "<set>/<question id, or the number of the line from 0>"
     category: str  # the file's category; without one, the name of the set
-    text: str  # the first turn
+    text: str  # the first turn; of a chat, the texts of all its messages, parted by blank lines
     turns: tuple[str, ...]  # the user's turns in order; only the first unless turns="all"
+    messages: Messages = ()  # of a chat: (role, content) in order, without the answer at its end
+
+    def chat(self) -> list[dict[str, str]]:
+        """What a chat template takes: the messages, or the text as one turn of the user's."""
+        messages = self.messages or (("user", self.text),)
+        return [{"role": role, "content": content} for role, content in messages]
 
 
 def load_prompts(
@@ -49,7 +62,7 @@ def load_prompts(
     """Load the prompts of a set, all or a stratified sample, in the order of the file.
 
     Args:
-        name_or_path: a name in `DATASETS`, or the path of a JSON-lines file.
+        name_or_path: a name in `DATASETS`, a file's path or `hf:` and a data set's name, each with options behind it.
         categories: keep these only; a name that the set does not have is an error.
         limit: keep at most this many in all, spread over the categories as evenly as they allow. The sample depends
             on `seed` and the set alone, and a larger limit contains every smaller one.
@@ -63,54 +76,56 @@ def load_prompts(
         raise SpecdecError(f"turns: expected one of {', '.join(TURNS)}, got {turns!r}")
     if limit is not None and (not isinstance(limit, int) or limit < 1):
         raise SpecdecError(f"limit: must be a whole number >= 1 or None, got {limit!r}")
-    name, path = _locate(name_or_path)
-    prompts = list(_read(name, path, turns))
+    name, entries = _find(name_or_path)
+    prompts = list(_prompts(name, entries, turns))
     if not prompts:
-        raise SpecdecError(f"{path}: holds no prompts")
+        raise SpecdecError(f"{name_or_path}: holds no prompts")
     if categories is not None:
         prompts = _select(name, prompts, [categories] if isinstance(categories, str) else list(categories))
     return prompts if limit is None else _sample(prompts, limit, seed)
 
 
-def _locate(name_or_path: str | Path) -> tuple[str, Path]:
-    """The set's name, used in ids, and its file."""
-    if str(name_or_path) in DATASETS:
-        return str(name_or_path), DATASETS[str(name_or_path)]
-    path = Path(name_or_path).expanduser()
-    if not path.is_file():
-        raise SpecdecError(f"{name_or_path}: neither a prompt set ({', '.join(DATASETS)}) nor a JSON-lines file")
-    return path.stem, path
+def with_template(tokenizer: Any, chat: Any) -> bool:
+    """Whether prompts go through the tokenizer's chat template; chat: true, false, or "auto" = where there is one."""
+    return chat is True or (chat == "auto" and bool(getattr(tokenizer, "chat_template", None)))
 
 
-def _read(name: str, path: Path, turns: str) -> Iterator[Prompt]:
+def as_given(prompt: Prompt, tokenizer: Any, chat: Any = "auto", longest: int | None = None) -> Any:
+    """A prompt as `generate` takes it, a text or a chat. longest: tokens of the text, or of a chat's last message; what
+    is longer is cut."""
+    messages = prompt.chat() if with_template(tokenizer, chat) else [{"content": prompt.text}]
+    if longest is not None:
+        ids = tokenizer(messages[-1]["content"], add_special_tokens=False)["input_ids"]
+        if len(ids) > longest:
+            messages[-1]["content"] = tokenizer.decode(ids[:longest])
+    return messages if with_template(tokenizer, chat) else messages[0]["content"]
+
+
+def _find(name_or_path: str | Path) -> tuple[str, Iterator[Entry]]:
+    """The set's name, used in ids, and its entries."""
+    named = str(name_or_path)
+    if named in DATASETS:
+        return named, read(Source(str(DATASETS[named]), {}))[1]
+    source = Source.parse(named)
+    if not source.place.startswith(HUB) and not Path(source.place).expanduser().is_file():
+        raise SpecdecError(f"{named}: neither a prompt set ({', '.join(DATASETS)}), nor a file, nor hf:owner/name")
+    return read(source)
+
+
+def _prompts(name: str, entries: Iterable[Entry], turns: str) -> Iterator[Prompt]:
     seen: set[str] = set()
-    try:
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines):
-                if line.strip():
-                    prompt = _parse(line, name, number, turns, where=f"{path}, line {number + 1}")
-                    if prompt.id in seen:
-                        raise SpecdecError(f"{path}, line {number + 1}: the id {prompt.id!r} occurs twice")
-                    seen.add(prompt.id)
-                    yield prompt
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecdecError(f"{path}: cannot be read as UTF-8 text: {error}") from error
-
-
-def _parse(line: str, name: str, number: int, turns: str, where: str) -> Prompt:
-    record = parse_json(line, where)
-    if not isinstance(record, dict) or not ("turns" in record or "prompt" in record):
-        raise SpecdecError(f"{where}: expected an object with `turns` (a list of strings) or `prompt` (a string)")
-    texts = record["turns"] if "turns" in record else [record["prompt"]]
-    if not isinstance(texts, list) or not texts or not all(isinstance(t, str) and t.strip() for t in texts):
-        raise SpecdecError(f"{where}: `turns` or `prompt` must be text and not empty")
-    identity = record.get("id", record.get("question_id", number))
-    return Prompt(
-        id=f"{name}/{identity}",
-        category=str(record.get("category", name)),
-        text=texts[0],
-        turns=tuple(texts if turns == "all" else texts[:1]),
-    )
+    for entry in entries:
+        identity = f"{name}/{entry.number if entry.id is None else entry.id}"
+        if identity in seen:
+            raise SpecdecError(f"{entry.where}: the id {identity!r} occurs twice")
+        seen.add(identity)
+        yield Prompt(
+            id=identity,
+            category=name if entry.category is None else entry.category,
+            text="\n\n".join(content for _, content in entry.messages) or entry.turns[0],
+            turns=entry.turns if turns == "all" else entry.turns[:1],
+            messages=entry.messages,
+        )
 
 
 def _select(name: str, prompts: Sequence[Prompt], categories: Sequence[str]) -> list[Prompt]:

@@ -52,7 +52,7 @@ class DataConfig:
     """Prompts of a set, as `load_prompts` takes them.
 
     chat: whether a prompt goes through the target's chat template; "auto" = where there is one. longest: tokens of a
-    prompt's text, the rest is cut; None = whole.
+    prompt's text, or of a chat's last message, the rest is cut; None = whole.
     """
 
     dataset: str = "spec-bench"

@@ -25,12 +25,12 @@ from specdec.config import PairConfig
 from specdec.decoder import SpeculativeDecoder
 from specdec.errors import SpecdecError
 from specdec.prompts import encode_prompts
-from specdec.provenance import hash_ids, versions
+from specdec.provenance import hash_ids, hash_template, versions
 from specdec.research.ablation.config import AblationConfig, Cell
 from specdec.research.ablation.journal import Journal
 from specdec.research.ablation.models import Shelf, by_models
 from specdec.research.ablation.store import Plan, Store
-from specdec.research.datasets import Prompt
+from specdec.research.datasets import Prompt, as_given, with_template
 from specdec.result import Generation
 
 Progress = Callable[[str], None]
@@ -217,12 +217,14 @@ class _Run:
             if "interrupted" in out.finish_reasons:
                 raise KeyboardInterrupt
             made = [row_of(out, i, seconds) for i in range(len(known))]
+            templated = with_template(decoder.tokenizer, self.plan.config.data.chat)
+            template = hash_template(decoder.tokenizer) if templated else None
             for (name, ids), seed, row in zip(known.items(), seeds, made, strict=True):
                 prompt = next(p for p in prompts if p.id == name)
                 head = _head(cell, prompt, self.plan, number)
                 rows[name] = {
                     **head, "row_seed": seed, "prompt_tokens": len(ids), "prompt_hash": hash_ids(ids),
-                    "weights": dict(weights), **row,
+                    "chat_template": template, "weights": dict(weights), **row,
                 }  # fmt: skip
         return [rows[p.id] for p in prompts]
 
@@ -236,12 +238,7 @@ class _Run:
 def encode(prompt: Prompt, decoder: SpeculativeDecoder, config: AblationConfig) -> Ids:
     """The prompt's ids as the config wants them, or the reason why there are none."""
     tokenizer, data = decoder.tokenizer, config.data
-    text = prompt.text
-    if data.longest is not None:
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        text = text if len(ids) <= data.longest else tokenizer.decode(ids[: data.longest])
-    templated = data.chat is True or (data.chat == "auto" and getattr(tokenizer, "chat_template", None))
-    wanted: Any = [{"role": "user", "content": text}] if templated else text
+    wanted = as_given(prompt, tokenizer, data.chat, data.longest)
     try:
         return encode_prompts(wanted, tokenizer, decoder.target.vocab_size, decoder.target.context)[0]
     except SpecdecError as error:

@@ -43,7 +43,7 @@ class Plan:
 
     def fingerprint(self, prompt: Prompt) -> str:
         """What a prompt's ids depend on beside the tokenizer."""
-        return content_hash([prompt.text, self.config.data.chat, self.config.data.longest])
+        return content_hash([prompt.text, self.config.data.chat, self.config.data.longest, *prompt.messages])
 
     def manifest(self) -> dict[str, Any]:
         """What run.json holds."""

@@ -4,8 +4,9 @@ A function of the folder alone: run.json says which rows belong to it and in whi
 the table of a run that was killed and resumed is the table of one that was not, apart from `TIMES`.
 
 Columns: the axes; `cell`, `setting` (the cell without its seed, in words), `plain` (the reference's cell); prompt and
-category; what the row counted, by the names of specdec.stats; `tokens`, `text`, `records` (rounds as specdec.stats has
-them); seconds; and the gate:
+category, hashes of the prompt's ids and of the chat template that it went through (None: through none); what the row
+counted, by the names of specdec.stats; `tokens`, `text`, `records` (rounds as specdec.stats has them); seconds; and
+the gate:
 
 - `equals_plain`: whether the token ids are the reference's; None where they need not be (`leviathan` with sampling
   keeps the law and not the sample), and where there is no reference or a row failed;
@@ -32,8 +33,8 @@ SECONDS = ("seconds", "prefill_seconds", "draft_seconds", "verify_seconds", "oth
 TIMES = (*SECONDS, "tokens_per_second", "strategy_seconds")
 COUNTS = ("rounds", "drafted_rounds", "draft_tokens", "accepted_tokens", "generated_tokens")
 AS_THEY_ARE = (
-    "prompt_tokens", "prompt_hash", "row_seed", "finish_reason", "exact", "lossy", "versions", "tokens", "text",
-    "records",
+    "prompt_tokens", "prompt_hash", "chat_template", "row_seed", "finish_reason", "exact", "lossy", "versions",
+    "tokens", "text", "records",
 )  # fmt: skip
 Row = dict[str, Any]
 
