@@ -1,4 +1,4 @@
-"""What the ablation runner costs beside decoding: a grid of 1,000 cells on the embedded pair.
+"""What the ablation runner costs beside decoding: the grid of configs/thousand_cells.yaml on the embedded pair.
 
     python scripts/measure_ablation.py --out results/ablation_overhead.json [--folder DIR] [--seconds S]
 
@@ -17,34 +17,21 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from specdec.research.ablation import AblationConfig, merge, run_ablation
+from specdec.research.ablation import load_ablation, merge, run_ablation
 from specdec.research.bench import origin
 
-PROMPT = "def add(self, item):\n    self."
-
-
-def config(cells: int, tokens: int) -> AblationConfig:
-    """About so many cells: draft lengths and p_min crossed with seeds, and a plain cell a seed."""
-    lengths, bounds = [1, 2, 3, 4, 5], [0.0, 0.2, 0.4, 0.6, 0.8]
-    return AblationConfig(
-        pairs={"embedded": {"target": "demo-target", "draft": "demo-draft", "device": "cpu"}},
-        strategies={"draft": ["draft-model"]},
-        prompts=(PROMPT,),
-        generation={"max_new_tokens": tokens, "temperature": 0.8, "acceptance": "coupled"},
-        axes={"seed": list(range(max(1, round(cells / 26)))), "k": lengths, "p_min": bounds},
-    )
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def main() -> None:
     """Run the grid and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cells", type=int, default=1000)
-    parser.add_argument("--tokens", type=int, default=8)
+    parser.add_argument("--config", type=Path, default=ROOT / "configs" / "thousand_cells.yaml")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--seconds", type=int, default=0, help="0 = no limit")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    grid = config(arguments.cells, arguments.tokens)
+    grid = load_ablation(arguments.config)
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.folder or Path(temporary)
         signal.signal(signal.SIGALRM, signal.default_int_handler)
@@ -57,8 +44,8 @@ def main() -> None:
         seconds = time.perf_counter() - started
     assert summary is not None
     result = {
-        "what": "ablation runner beside decoding", "cells": len(grid.expand()), "tokens_per_row": arguments.tokens,
-        **origin(),
+        "what": "ablation runner beside decoding", "cells": len(grid.expand()),
+        "tokens_per_row": grid.generation["max_new_tokens"], **origin(),
         "rows": summary["rows"], "runner": summary["runner"], "overhead": summary["runner"]["overhead"],
         "merge_seconds": seconds,
         "rows_compared": summary["gate"]["compared"], "rows_differing": len(summary["gate"]["differing"]),

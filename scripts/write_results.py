@@ -6,6 +6,7 @@
     python scripts/measure_ngrams.py WHAT --out results/ngram_WHAT.json    # docs/ngram.md, cost and acceptance
     python scripts/measure_what_if.py WHAT --out results/what_if_WHAT.json # docs/analysis.md
     python scripts/measure_ablation.py --out results/ablation_overhead.json                # docs/ablation.md
+    python scripts/make_figures.py --keep RUNS                             # docs/figures.md, from two ablations
     python scripts/measure_graphs.py --out results/graphs_h100.json        # docs/speed.md, on a GPU
     python scripts/write_results.py
 
@@ -22,6 +23,7 @@ from typing import Any
 from specdec.research.exactness import PARTS
 from specdec.research.exactness_summary import RunRow, rows
 from specdec.research.ngram_report import acceptance_block, cost_block, table
+from specdec.research.plots import PLOTS, context_curve
 from specdec.research.speed_report import speed_block
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,6 +40,10 @@ NGRAM_BLOCKS = {
     "ngram_acceptance.json": acceptance_block,
 }
 ABLATION, ABLATION_RESULTS = ROOT / "docs" / "ablation.md", ROOT / "results" / "ablation_overhead.json"
+FIGURES, FIGURES_RESULTS = (
+    ROOT / "docs" / "figures.md",
+    [ROOT / "results" / f"{n}.json" for n in ("figures", "context")],
+)
 SPEED = ROOT / "docs" / "speed.md"
 SPEED_RESULTS = ROOT / "results" / "graphs_h100.json"
 START, END = "<!-- results:start -->", "<!-- results:end -->"
@@ -158,12 +164,14 @@ def what_if_block(results: Sequence[dict[str, Any]]) -> str:
     """The Markdown of docs/analysis.md: estimates beside real runs."""
     parts = []
     for result in results:
-        heads = ("rule", "plan", "tokens", "estimate", "measured", "difference")
+        heads = ("rule", "plan", "tokens", "estimate", "measured", "difference", "its standard error")
         lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
         for row in result["rows"]:
             figures = (f"{row['estimate']['tokens_per_round']:.3f}", f"{row['measured_tokens_per_round']:.3f}")
             cells = (row["rule"], f"`{row['strategies']}`", f"{row['measured_tokens']:,}", *figures)
-            lines.append(f"| {' | '.join(cells)} | {row['difference']:+.2%} |")
+            error = row.get("standard_error")
+            known = "-" if error is None else f"{error:.2%}" if error else "0: the same texts"
+            lines.append(f"| {' | '.join(cells)} | {row['difference']:+.2%} | {known} |")
         versions = result["versions"]
         parts.append(
             f"Tokens per round, by `{result['made_by']}` with specdec {versions['specdec']} and torch "
@@ -184,6 +192,24 @@ def ablation_block(result: dict[str, Any]) -> str:
         f"{result['overhead']:.1%} of the decoding time for everything else, every row synced to the disk. "
         f"{equal:,} of {result['rows_compared']:,} compared rows had plain decoding's text."
     )
+
+
+def figures_block(results: Sequence[dict[str, Any]]) -> str:
+    """The Markdown of the plots: what each table was made with, and the plots that are drawn from it."""
+    parts = []
+    for result in results:
+        versions, machine, gate = result["versions"], result["machine"], result["gate"]
+        parts.append(
+            f"From [{result['config']}](../{result['config']}), run on {result['date']}: {machine['processor']}, "
+            f"{machine['threads']} threads, torch {versions['torch']}, specdec {versions['specdec']} at commit "
+            f"{result['commit']}; {result['rows']} rows, {gate['compared'] - len(gate['differing'])} of "
+            f"{gate['compared']} compared ones with plain decoding's text."
+        )
+        alone = result["config"].endswith("context.yaml")
+        for title, plot in PLOTS.items():
+            if (plot is context_curve) == alone:
+                parts.append(f"![{title}](images/plot_{plot.__name__}.png)")
+    return "\n\n".join(parts) or "Not drawn yet."
 
 
 def replaced(text: str, made: str) -> str:
@@ -209,6 +235,8 @@ def documents() -> dict[Path, str]:
     made[ANALYSIS] = what_if_block([json.loads(path.read_text(encoding="utf-8")) for path in WHAT_IF_RESULTS])
     if ABLATION_RESULTS.is_file():
         made[ABLATION] = ablation_block(json.loads(ABLATION_RESULTS.read_text(encoding="utf-8")))
+    drawn = [json.loads(path.read_text(encoding="utf-8")) for path in FIGURES_RESULTS if path.is_file()]
+    made[FIGURES] = figures_block(drawn)
     made[SPEED] = "Not measured yet."
     if SPEED_RESULTS.is_file():
         made[SPEED] = speed_block(json.loads(SPEED_RESULTS.read_text(encoding="utf-8")))

@@ -20,7 +20,7 @@ from specdec.errors import SpecdecError
 from specdec.provenance import hash_ids
 from specdec.research.ablation import Share, as_rows, build_table, merge, run_ablation
 from specdec.research.ablation.journal import Journal, read_journals
-from specdec.research.ablation.runner import row_seed
+from specdec.research.ablation.runner import LAUNCHERS, row_seed
 from specdec.research.ablation.table import TIMES
 from tests.helpers.grid import PROMPTS, grid, save_model, save_pair
 
@@ -273,6 +273,31 @@ def test_a_merge_waits_for_the_other_shards(pair: dict[str, str], tmp_path: Path
     assert partial["missing"] == 18
     assert run_ablation(grid(pair), tmp_path, Share(0, 1)).rows == 18
     assert build_table(tmp_path)[1] == 0
+
+
+@pytest.mark.slow
+def test_accelerate_launch_gives_the_table_of_one_process(finished: Path, pair: dict[str, str], tmp_path: Path) -> None:
+    """The real launcher, with two processes of the command line."""
+    (tmp_path / "config.yaml").write_text(dump_yaml(grid(pair)))
+    command = [
+        sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines",
+        "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0", "-m", "specdec",
+        "ablate", str(tmp_path / "config.yaml"), "--out", str(tmp_path / "out"),
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert all(row_lines_of(tmp_path / "out", rank) for rank in (0, 1))
+    assert timeless(as_rows(tmp_path / "out")) == timeless(as_rows(finished))
+
+
+def test_launchers_say_which_share_a_process_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    for names in LAUNCHERS:
+        for other in sum(LAUNCHERS, ()):
+            monkeypatch.delenv(other, raising=False)
+        assert Share.from_environment() == Share()
+        for name, value in zip(names, ("3", "8", "1"), strict=True):
+            monkeypatch.setenv(name, value)
+        assert Share.from_environment() == Share(3, 8, 1)
 
 
 def test_a_rank_outside_the_world_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,6 +46,20 @@ def ratio(numerators: Sequence[float], denominators: Sequence[float], level: flo
     return _interval(_over(top.sum(), bottom.sum()), _over(weights @ top, weights @ bottom), level, len(top))
 
 
+def ratio_error(numerators: Sequence[float], denominators: Sequence[float], groups: Sequence[int]) -> float | None:
+    """Standard error of sum over sum, of independent rows in given groups (texts drawn of each prompt), linearised:
+    only what rows of one group differ by counts. None where a group has one row."""
+    top, bottom = _columns(numerators, denominators)
+    rest, names = top - _over(top.sum(), bottom.sum()) * bottom, np.asarray(groups)
+    variance = 0.0
+    for name in np.unique(names):
+        own = rest[names == name]
+        if len(own) < 2:
+            return None
+        variance += len(own) * float(own.var(ddof=1))
+    return float(np.sqrt(variance) / bottom.sum())
+
+
 def ratio_of_ratios(
     a: tuple[Sequence[float], Sequence[float]], b: tuple[Sequence[float], Sequence[float]], level: float = _LEVEL,
     seed: int = 0,

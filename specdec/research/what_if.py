@@ -60,7 +60,8 @@ class Cost:
 class Plan:
     """One setting and what it gives. chain: the strategies as given, or "draft-model" with k and p_min; tokens, rounds:
     over all texts; low, high: 95 % interval of tokens_per_round, from resampled texts (None with one text);
-    drafted_per_round: tokens; speedup: None without a cost or, for chains, where the model's share is unknown."""
+    drafted_per_round: tokens; speedup: None without a cost or, for chains, where the model's share is unknown; counts:
+    (tokens, rounds, drafted tokens) of each text."""
 
     chain: str
     k: int | None
@@ -72,10 +73,11 @@ class Plan:
     high: float | None
     drafted_per_round: float
     speedup: float | None
+    counts: tuple[tuple[float, ...], ...] = field(default=(), repr=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return asdict(self)
+        """Plain data for JSON, without the counts of single texts."""
+        return {name: value for name, value in asdict(self).items() if name != "counts"}
 
 
 @dataclass(frozen=True)
@@ -205,7 +207,8 @@ def _plan(chain: str, k: int | None, p_min: float | None, counts: np.ndarray, se
     if not rounds:
         return Plan(chain, k, p_min, 0, 0.0, 0.0, None, None, 0.0, None)
     low, high = ratio_interval(counts[:, :2], seed)
-    return Plan(chain, k, p_min, round(tokens), rounds, tokens / rounds, low, high, drafted / rounds, speedup)
+    own = tuple(map(tuple, counts.tolist()))
+    return Plan(chain, k, p_min, round(tokens), rounds, tokens / rounds, low, high, drafted / rounds, speedup, own)
 
 
 @dataclass

@@ -33,6 +33,12 @@ from specdec.research.ablation.store import Plan, Store
 from specdec.research.datasets import Prompt, as_given, with_template
 from specdec.result import Generation
 
+# How launchers number their processes: rank, world size, rank on the node. accelerate's for CPUs is mpirun.
+LAUNCHERS = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+)
 Progress = Callable[[str], None]
 # What is to be found out about a loaded pair, once: (decoder, its cells, its prompts' ids, its rows) -> plain data.
 Examine = Callable[[SpeculativeDecoder, Sequence[Cell], Mapping[str, "Ids"], Mapping[tuple[str, str], Any]], Any]
@@ -49,15 +55,17 @@ class Share:
 
     @staticmethod
     def from_environment() -> Share:
-        """What `accelerate launch`, torchrun and their like say. Raises SpecdecError for a rank outside the world."""
+        """What `accelerate launch`, torchrun, mpirun and their like say. Raises SpecdecError for a rank outside the
+        world."""
+        names = next((n for n in LAUNCHERS if n[1] in os.environ), LAUNCHERS[0])
         try:
-            rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-            local = os.environ.get("LOCAL_RANK")
+            rank, world = int(os.environ.get(names[0], 0)), int(os.environ.get(names[1], 1))
+            local = os.environ.get(names[2])
             share = Share(rank, world, None if local is None else int(local))
         except ValueError as error:
-            raise SpecdecError(f"RANK, WORLD_SIZE and LOCAL_RANK must be whole numbers: {error}") from None
+            raise SpecdecError(f"{', '.join(names)} must be whole numbers: {error}") from None
         if not 0 <= rank < world:
-            raise SpecdecError(f"RANK {rank} is outside the world of WORLD_SIZE {world}")
+            raise SpecdecError(f"{names[0]} {rank} is outside the world of {names[1]} {world}")
         return share
 
     def place(self, models: PairConfig) -> PairConfig:

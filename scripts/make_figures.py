@@ -1,0 +1,54 @@
+"""Draw the plots of docs/figures.md from the tables in results/, or keep new tables and draw those.
+
+specdec ablate configs/figures.yaml --out runs/figures
+specdec ablate configs/context.yaml --out runs/context
+python scripts/make_figures.py --keep runs       # results/figures.* and results/context.* from there, then draw
+python scripts/make_figures.py                   # draw what is in results/
+python scripts/write_results.py                  # the captions
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+
+from specdec.research import plots
+from specdec.research.ablation.merge import SUMMARY
+from specdec.research.ablation.table import TABLE
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS, IMAGES = ROOT / "results", ROOT / "docs" / "images"
+SOURCES = {plot.__name__: "context" if plot is plots.context_curve else "figures" for plot in plots.PLOTS.values()}
+KEPT = ("date", "commit", "versions", "machine", "rows", "gate")
+
+
+def keep(runs: Path) -> None:
+    """Take the tables of finished ablations, and what they were made with."""
+    for name in dict.fromkeys(SOURCES.values()):
+        summary = json.loads((runs / name / SUMMARY).read_text(encoding="utf-8"))
+        kept = {"config": f"configs/{name}.yaml", **{key: summary[key] for key in KEPT}}
+        (RESULTS / f"{name}.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+        shutil.copyfile(runs / name / TABLE, RESULTS / f"{name}.parquet")
+
+
+def draw(folder: Path) -> None:
+    """Write plot_NAME.png for every plot."""
+    for plot in plots.PLOTS.values():
+        figure = plot(RESULTS / f"{SOURCES[plot.__name__]}.parquet")
+        figure.savefig(folder / f"plot_{plot.__name__}.png", dpi=80)
+
+
+def main() -> None:
+    """Keep, where asked to, and draw."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--keep", type=Path, help="the folder with the ablations' folders")
+    arguments = parser.parse_args()
+    if arguments.keep is not None:
+        keep(arguments.keep)
+    draw(IMAGES)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""The plots draw what the table says: every expected number here is worked out by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specdec.research import plots
+from specdec.research.ablation.table import figures
+
+# Rounds as (strategy, drafted, accepted). Every text has 12 tokens.
+PLAIN = [(None, 0, 0)] * 12
+K1 = [("draft-model", 1, 1)] * 4 + [("draft-model", 1, 0)] * 4
+K2 = [("draft-model", 2, 2)] * 3 + [("draft-model", 2, 1), ("draft-model", 2, 0)]
+BEATEN = [("prompt-lookup", 1, 1)] + [("prompt-lookup", 1, 0)] * 10
+
+
+def row(setting: str, prompt: str, records: list[Any], draft: float = 0.0, verify: float = 1.0, **more: Any) -> Any:
+    """One row; seconds of a drafted token and of a pass."""
+    made = {
+        "setting": setting, "prompt": prompt, "records": [list(r) for r in records], "cell": setting, "plain": "plain",
+        "pair": "p", "status": "ok", "drafts": setting != "plain", "seed": 0, "batch_size": 1, "call": 0,
+        "equals_plain": None, "lossy": False, "category": "c", "prompt_tokens": 10, "prefill_seconds": 1.0,
+        "tokens": [0] * (len(records) + sum(r[2] for r in records)),
+    }  # fmt: skip
+    made.update(figures(made))
+    made["draft_seconds"] = draft * made["draft_tokens"]
+    made["verify_seconds"] = verify * made["rounds"]
+    made["seconds"] = 1.0 + made["draft_seconds"] + made["verify_seconds"]
+    return {**made, **more}
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[Any]:
+    made = []
+    for prompt in ("a", "b"):
+        made += [
+            row("plain", prompt, PLAIN),
+            row("draft k=1", prompt, K1, 0.1, 1.0, k=1),
+            row("draft k=2", prompt, K2, 0.1, 1.2, k=2),
+            row("lookup", prompt, BEATEN, 0.0, 1.3, k=None),
+        ]
+    return made
+
+
+def lines(figure: Any) -> dict[str, tuple[list[float], list[float]]]:
+    """x and y of every named line with error bars."""
+    handles, names = figure.axes[0].get_legend_handles_labels()
+    found = {}
+    for handle, name in zip(handles, names, strict=True):
+        line = handle.lines[0] if hasattr(handle, "lines") else None
+        if line is not None:
+            found[name] = ([float(x) for x in line.get_xdata()], [float(y) for y in line.get_ydata()])
+    return found
+
+
+def test_acceptance_by_position_is_accepted_over_tested(rows: list[Any]) -> None:
+    drawn = lines(plots.acceptance_by_position(rows))
+    assert drawn["draft k=1"] == ([1.0], [pytest.approx(4 / 8)])
+    assert drawn["draft k=2"] == ([1.0, 2.0], [pytest.approx(4 / 5), pytest.approx(3 / 4)])
+    assert drawn["lookup"] == ([1.0], [pytest.approx(1 / 11)])
+
+
+def test_the_histogram_has_the_shares_of_drafted_rounds(rows: list[Any]) -> None:
+    axes = plots.accepted_length_histogram(rows).axes[0]
+    heights = {c.get_label(): [bar.get_height() for bar in c] for c in axes.containers}
+    assert heights == {
+        "draft k=1": pytest.approx([0.5, 0.5]),
+        "draft k=2": pytest.approx([0.2, 0.2, 0.6]),
+        "lookup": pytest.approx([10 / 11, 1 / 11]),
+    }
+
+
+def test_speed_up_is_measured_without_prefill_and_theory_lies_beside_it(rows: list[Any]) -> None:
+    figure = plots.speedup_against_k(rows)
+    assert lines(figure) == {"draft": ([1.0, 2.0], [pytest.approx(12 / 8.8), pytest.approx(12 / 7.0)])}
+    [theory] = [line for line in figure.axes[0].lines if line.get_linestyle() == "--" and len(line.get_xdata())]
+    a, per_token = 7 / 9, 0.1 + 0.2 / 2  # of the middle k, which is 2
+    expected = [(1 + a) / (1 + per_token), (1 + a + a**2) / (1 + 2 * per_token)]
+    assert list(theory.get_xdata()) == [1, 2]
+    assert list(theory.get_ydata()) == pytest.approx(expected)
+
+
+def test_cost_and_gain_of_a_round_are_in_plain_passes(rows: list[Any]) -> None:
+    axes = plots.cost_acceptance_pareto(rows).axes[0]
+    places = {c.get_label(): tuple(c.get_offsets()[0]) for c in axes.collections}
+    assert places == {
+        "draft k=1": pytest.approx((1.1, 1.5)),
+        "draft k=2": pytest.approx((1.4, 2.4)),
+        "lookup": pytest.approx((1.3, 12 / 11)),
+    }
+    corners = {c.get_label(): len(c.get_paths()[0].vertices) for c in axes.collections}
+    assert corners["draft k=1"] == corners["draft k=2"] != corners["lookup"], "only what is beaten is a circle"
+
+
+def test_the_context_curve_bins_rounds_by_the_text_before_them() -> None:
+    """Eight bins of equal counts, so two for each of four texts of thirty rounds."""
+    right, wrong = ([("draft-model", 1, stood)] * 30 for stood in (1, 0))
+    starts = {"a": (100, right), "b": (1000, wrong), "c": (3000, right), "d": (5000, wrong)}
+    made = [row("draft", name, records, prompt_tokens=at) for name, (at, records) in starts.items()]
+    x, y = lines(plots.context_curve(made))["draft"]
+    assert y == [1, 1, 0, 0, 1, 1, 0, 0]
+    # A round is one token further than the one before it, and two where a draft stood: the middles of fifteen each.
+    assert x == pytest.approx([114, 144, 1007, 1022, 3014, 3044, 5007, 5022])
+
+
+def test_the_strategy_share_follows_the_text() -> None:
+    """A text whose first half one strategy drafted and whose second half another one did, one draft a round."""
+    records = [("prompt-lookup", 1, 1)] * 12 + [("draft-model", 1, 1)] * 12
+    axes = plots.strategy_share_over_time([row("chain", "a", records), row("plain", "a", PLAIN)]).axes[0]
+    shares = {}
+    for area in axes.collections:
+        corners = area.get_paths()[0].vertices
+        xs = sorted(set(corners[:, 0]))
+        shares[area.get_label()] = [float(np.ptp(corners[corners[:, 0] == x, 1])) for x in xs]
+    assert shares == {
+        "prompt-lookup": pytest.approx([0.5] * 6 + [0.0] * 6),
+        "draft-model": pytest.approx([0.0] * 6 + [0.5] * 6),
+        "target": pytest.approx([0.5] * 12),
+    }
