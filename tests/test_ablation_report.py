@@ -267,6 +267,10 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
         ("ablate", "merge", str(tmp_path)),
         ("compare", "--target", "demo-target"),
         ("compare", "--target", "demo-target", "--draft", "demo-draft", "--draft", "demo-draft"),
+        ("compare", "--target", "demo-target", "--draft", "demo-draft", "--option", "strategies=x"),
+        ("compare", "--target", "demo-target", "--draft", "demo-draft", "--option", "temperature=1"),
+        ("generate", "--target", "demo-target", "--prompt", "a", "--seed", "1", "--option", "seed=2"),
+        ("trace", "record", "--target", "demo-target", "--out", "x", "--seed", "1", "--option", "seed=2"),
     ):
         done = invoke(*arguments)
         assert done.exit_code == 2, (arguments, done.output)
@@ -340,7 +344,8 @@ def test_a_reason_is_given_exactly_where_its_figure_says_so() -> None:
         "tokenizer:": {"facts": {**facts, "vocabulary": "translated"}},
         "cost:": {"best_length": 0},
         "length:": {"best_length": 9},
-        "coverage:": {"costs": {**costs, "drafted_share": 0.4, "length": 1.6}},
+        "coverage: only": {"costs": {**costs, "drafted_share": 0.4, "length": 1.6}},
+        "coverage: no": {"costs": {**costs, "drafted_share": 0.0, "length": 0.0}, "best_length": None},
         "overhead:": {"decode_speedup": {"value": 1.5}, "predicted_speedup": 2.0},
     }
     for start, change in changes.items():

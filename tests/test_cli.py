@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import specdec
 from specdec import SpeculativeDecoder
 from specdec.cli import app, output
-from specdec.cli.inputs import chain, extra_options
+from specdec.cli.inputs import chain, with_extra
 from specdec.errors import SpecdecError
 from specdec.research import demo as demo_module
 from tests.helpers.tiny import tiny_model
@@ -330,9 +330,14 @@ def test_chains_as_typed() -> None:
 
 
 def test_extra_options_are_read_as_yaml() -> None:
-    assert extra_options(["a=1", "b=[2, 3]", "c=x=y"]) == {"a": 1, "b": [2, 3], "c": "x=y"}
+    made = with_extra({"seed": 1}, ["top_k=5", "eos_token_id=[2, 3]", " stop_strings =x=y"])
+    assert made == {"seed": 1, "top_k": 5, "eos_token_id": [2, 3], "stop_strings": "x=y"}
+    wrongs = (("seed=2", "seed: --seed says it already"), ("strategies=x", "strategies"), ("a", "name=value"))
+    for wrong, said in wrongs:
+        with pytest.raises(SpecdecError, match=said):
+            with_extra({"seed": 1}, [wrong])
     with pytest.raises(SpecdecError, match="not valid YAML"):
-        extra_options(["a=["])
+        with_extra({}, ["a=["])
 
 
 def test_tables_show_every_strategy() -> None:

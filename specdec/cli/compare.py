@@ -14,7 +14,7 @@ from rich.markup import escape
 
 from specdec.cli import output
 from specdec.cli.ablate import interval, print_gate
-from specdec.cli.inputs import SETS, extra_options, given, read_prompts
+from specdec.cli.inputs import SETS, given, read_prompts, with_extra
 from specdec.research.ablation.merge import check_packages
 from specdec.research.compare import compare as run_compare
 from specdec.research.compare import compare_config
@@ -50,10 +50,10 @@ def compare(
     """
     check_packages()
     data = {**given(categories=category, longest=longest), "dataset": dataset, "limit": limit}
+    own = {"max_new_tokens": max_new_tokens, "temperature": temperature, "acceptance": acceptance}
     config = compare_config(
         target, draft or [], strategy or [], k, read_prompts(prompt or [], prompt_file or []), data,
-        given(device=device, dtype=dtype, draft_dtype=draft_dtype), max_new_tokens=max_new_tokens,
-        temperature=temperature, acceptance=acceptance, **extra_options(option or []),
+        given(device=device, dtype=dtype, draft_dtype=draft_dtype), **with_extra(own, option or []),
     )  # fmt: skip
     with ExitStack() as stack:
         folder = out or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="specdec-compare-")))

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from specdec.acceptance import find_rule
 from specdec.cli import output
-from specdec.cli.inputs import chain, extra_options, given, read_prompts
+from specdec.cli.inputs import chain, given, read_prompts, with_extra
 from specdec.config import GenerationSettings, PairConfig, RunConfig, load_yaml
 from specdec.errors import SpecdecError
 from specdec.research.demo import load_decoder
@@ -61,8 +61,9 @@ def generate(
     options = given(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
         repetition_penalty=repetition_penalty, acceptance=acceptance, stop_strings=stop, ignore_eos=ignore_eos,
-        batch_size=batch_size, num_return_sequences=num_return_sequences, **extra_options(option or []),
+        batch_size=batch_size, num_return_sequences=num_return_sequences,
     )  # fmt: skip
+    options = with_extra(options, option or [])
     run = make_run(config, pair, options, strategies, translate, read_prompts(prompt or [], prompt_file or []))
     _generate(run, chat, as_json)
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from specdec.config import GenerationSettings
 from specdec.drafters import make_drafters
 from specdec.errors import SpecdecError
 from specdec.texts import parse_yaml
@@ -53,12 +54,16 @@ def _read(file: Path) -> str:
         raise SpecdecError(f"prompt file {file} cannot be read as UTF-8 text: {error}") from error
 
 
-def extra_options(pairs: Sequence[str]) -> dict[str, Any]:
-    """`name=value` texts as generation options; values as YAML reads them."""
-    options = {}
+def with_extra(options: dict[str, Any], pairs: Sequence[str]) -> dict[str, Any]:
+    """Generation options that were given by their own names, and those of `--option name=value` with values as YAML
+    reads them. Raises SpecdecError for one that was given both ways, and for one that does not exist."""
+    made = dict(options)
     for pair in pairs:
-        name, separator, value = pair.partition("=")
+        name, separator, value = (part.strip() for part in pair.partition("="))
         if not separator or not name:
             raise SpecdecError(f"--option: expected name=value, got {pair!r}")
-        options[name.strip()] = parse_yaml(value, f"--option {name}: the value {value!r}")
-    return options
+        if name in options:
+            raise SpecdecError(f"--option {name}: --{name.replace('_', '-')} says it already")
+        made[name] = parse_yaml(value, f"--option {name}: the value {value!r}")
+    GenerationSettings.parse(made)
+    return made

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from specdec.cli import output
 from specdec.cli.generate import make_run
-from specdec.cli.inputs import SETS, extra_options, given, read_prompts
+from specdec.cli.inputs import SETS, given, read_prompts, with_extra
 from specdec.config import RunConfig
 from specdec.prompts import chat_rows
 from specdec.research.analysis import analyse
@@ -55,10 +55,8 @@ def record_run(
 ) -> None:
     """Generate, and keep every round. Warns on standard error while drafts are hardly accepted."""
     pair = given(target=target, draft=draft, device=device, dtype=dtype)
-    options = given(
-        max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, acceptance=acceptance,
-        **extra_options(option or []),
-    )  # fmt: skip
+    options = given(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, acceptance=acceptance)
+    options = with_extra(options, option or [])
     typed = read_prompts(prompt or [], prompt_file or [])
     known = [] if dataset is None else load_prompts(dataset, limit=limit)
     run = make_run(config, pair, options, strategies, False, typed + [p.text for p in known])

@@ -99,8 +99,9 @@ def candidate(group: Sequence[Row], rows: Sequence[Row], facts: Mapping[str, Any
 
 
 def best_length(costs: Mapping[str, float] | None) -> tuple[int | None, float | None]:
-    """The draft length that theory advises and the speed-up that it predicts there; 0 = do not draft."""
-    if costs is None:
+    """The draft length that theory advises and the speed-up that it predicts there; 0 = do not draft, None = no draft
+    was ever made."""
+    if costs is None or not costs["drafted_share"]:
         return None, None
     gains = {0: 1.0, **{k: theoretical_speedup(costs, k) for k in range(1, LONGEST_K + 1)}}
     best = max(gains, key=lambda k: (gains[k], -k))
@@ -247,6 +248,8 @@ def _cost_reasons(made: Mapping[str, Any], costs: Mapping[str, float]) -> list[s
     said: list[str] = []
     if not costs:
         return said
+    if not costs["drafted_share"]:
+        return ["coverage: no round had a draft"]
     length = round(costs["length"] / max(costs["drafted_share"], 1e-9))
     if made["best_length"] == 0:
         said.append(
