@@ -23,8 +23,10 @@ from specdec.research.ablation import AblationConfig, as_rows, load_ablation, me
 from specdec.research.ablation.summary import measured_costs, paired, predicted_speedup, summarise, theoretical_speedup
 from specdec.research.ablation.table import first_difference
 from specdec.research.compare import Laws, reasons
+from tests.helpers.browser import browser, find_chromium
 from tests.helpers.grid import PROMPTS, grid, save_pair
 
+CHROMIUM = find_chromium()
 EVIL = '<script>alert(1)</script><img src=http://x.example/a.png onerror=alert(2)> & "quotes" </pre>\x00'
 
 
@@ -188,6 +190,19 @@ def test_the_report_shows_html_in_prompts_as_text_and_fetches_nothing(finished: 
     policy = [a.get("content") for tag, a in page.tags if a.get("http-equiv") == "Content-Security-Policy"]
     assert policy == ["default-src 'none'; style-src 'unsafe-inline'; img-src data:"]
     assert "all 24 comparable rows" in page.text
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: install one, or name it in SPECDEC_CHROMIUM")
+def test_in_a_browser_the_report_shows_html_as_text_and_fetches_nothing(finished: Path, tmp_path: Path) -> None:
+    with browser(str(CHROMIUM), tmp_path / "profile") as page:
+        page.open(finished / "report.html")
+        address, *images = page.requests
+        assert address == (finished / "report.html").resolve().as_uri()
+        assert all(image.startswith("data:image/png;base64,") for image in images)
+        assert page.errors == []
+        assert page.run("document.scripts.length") == 0
+        assert EVIL.replace("\x00", "\ufffd") in page.run("document.body.textContent")
+        assert page.run("[...document.images].every(i => i.complete && i.naturalWidth > 100)")
 
 
 def test_the_report_has_every_setting_and_the_config(finished: Path) -> None:
