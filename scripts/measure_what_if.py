@@ -4,7 +4,8 @@
     python scripts/measure_what_if.py smollm2 --out results/what_if_smollm2.json [--seconds S]
 
 `embedded`: the embedded pair on HumanEval prompts. `smollm2`: n-gram strategies replayed on results/texts_smollm2.npz,
-against runs of SmolLM2-135M-Instruct on some of these prompts; then the model with a coarser copy of itself as draft.
+against runs of SmolLM2-135M-Instruct on some of these prompts; then the model with a coarser copy of itself as draft,
+on the shortest prompts. What there is no time for is left out.
 
 Greedy, `match` and `coupled` runs write the very texts that the estimate has read, and must agree with it. Under
 `leviathan` text and estimate are independent samples: both are drawn again and again, until the standard error of every
@@ -118,10 +119,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--prompts", type=int, default=6)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--samples", type=int, default=16, help="texts of a prompt in one call, under leviathan")
+    parser.add_argument("--samples", type=int, help="texts of a prompt in a call under leviathan; else 16, SmolLM2: 4")
     parser.add_argument("--error", type=float, default=0.0075, help="standard error to reach under leviathan")
     parser.add_argument("--seconds", type=float, default=600.0, help="no further call is begun after these")
     arguments = parser.parse_args()
+    arguments.samples = arguments.samples or (16 if arguments.part == "embedded" else 4)
     arguments.deadline = time.monotonic() + arguments.seconds
     part = _embedded if arguments.part == "embedded" else _smollm2
     rows = [comparison.to_dict() for comparison in part(arguments)]
@@ -149,8 +151,8 @@ def _smollm2(arguments: argparse.Namespace) -> Iterator[Comparison]:
     from specdec.research.inflate import coarsen
     from specdec.research.smollm2 import fetch_folder
 
-    texts = sorted(load_texts(ROOT / "results" / "texts_smollm2.npz"), key=lambda t: len(t.prompt))
-    texts = texts[:: len(texts) // arguments.prompts][: arguments.prompts]
+    known = sorted(load_texts(ROOT / "results" / "texts_smollm2.npz"), key=lambda t: len(t.prompt))
+    texts = known[:: len(known) // arguments.prompts][: arguments.prompts]
     prompts = [t.prompt.tolist() for t in texts]
     alone = specdec.SpeculativeDecoder.from_pretrained(str(fetch_folder()), device="cpu")
     for strategies in NGRAMS:
@@ -163,9 +165,10 @@ def _smollm2(arguments: argparse.Namespace) -> Iterator[Comparison]:
         yield found
     target = alone.target.model
     pair = specdec.SpeculativeDecoder(target, coarsen(target, COARSE), alone.tokenizer)
+    short = [t.prompt.tolist() for t in known[: arguments.prompts]]  # many rows of them fit into one call
     for rule in ("greedy", "leviathan"):
         if time.monotonic() < arguments.deadline:
-            yield from _plans(pair, prompts, rule, RULES[rule], PLANS[1:], [], arguments)
+            yield from _plans(pair, short, rule, RULES[rule], PLANS[1:], [], arguments)
 
 
 def _plans(
