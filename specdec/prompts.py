@@ -71,8 +71,8 @@ def _through_template(messages: list[Any], index: int, tokenizer: Any) -> list[i
 
 def chat_rows(prompts: Any) -> list[bool]:
     """Which prompts go through the chat template; prompts as `encode_prompts` takes them."""
-    if isinstance(prompts, (str, torch.Tensor, np.ndarray)):
-        return [False] * (1 if isinstance(prompts, str) else len(prompts))
+    if isinstance(prompts, (torch.Tensor, np.ndarray)):
+        prompts = prompts.tolist()
     rows = [prompts] if _is_one(prompts) else prompts
     return [not isinstance(row, str) and len(row) > 0 and isinstance(row[0], Mapping) for row in rows]
 
