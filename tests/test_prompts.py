@@ -95,8 +95,8 @@ def test_provenance_says_which_rows_went_through_which_template() -> None:
     options: dict[str, Any] = {"max_new_tokens": 1, "temperature": 1.0}
     for prompts, expected in (
         ([chat, "the fox", ids], [name, name, None, None, None, None]),
-        (chat, [name, name]), ("the fox", [None, None]), (torch.tensor([ids, ids]), [None] * 4), (np.array(ids), [None] * 2),
-        ([], []),
+        (chat, [name, name]), ("the fox", [None, None]), (np.array(ids), [None, None]),
+        (torch.tensor([ids, ids]), [None] * 4), ([], []),
     ):  # fmt: skip
         made = decoder.generate(prompts, num_return_sequences=2, **options).provenance
         assert made["chat_templates"] == expected
