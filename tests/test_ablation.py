@@ -121,6 +121,9 @@ def test_rows_say_which_chat_template_they_went_through(pair: dict[str, str], tm
     ids = tokenizer("<user>a = 1<assistant>b<user>x")["input_ids"]
     assert through["prompt_hash"] == hash_ids(ids)
     assert refused["error"] == "chats/1: the chat template refuses the chat: no"
+    only = grid(pair, pairs={"bare": {"target": pair["target"]}}, prompts=(), data={**data, "chat": True}, axes={})
+    nothing = run_ablation(only, tmp_path / "nothing")
+    assert (nothing.errors, nothing.overhead) == (nothing.rows, None)
     bare = found["bare", "chats/0"]
     assert bare["chat_template"] is None
     assert bare["prompt_hash"] == hash_ids(tokenizer("a = 1\n\nb\n\nx")["input_ids"])

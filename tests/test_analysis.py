@@ -165,5 +165,5 @@ def test_the_context_curve_continues_the_same_places_from_more_and_more_text(
     assert all(p.overall.tested > 0 and p.tokens_per_round > 1 for p in points)
     with pytest.raises(SpecdecError, match="lengths up to 400 do not fit"):
         context_curve(decoder, text, lengths=[400])
-    with pytest.raises(SpecdecError, match="a length of 512 do not fit"):
+    with pytest.raises(SpecdecError, match="a length of 512 does not fit"):
         context_curve(decoder, text)

@@ -11,6 +11,7 @@ import specdec
 from specdec import SpecdecError
 from specdec.research.monitor import DivergenceWarning, Monitor
 from specdec.research.trace import record
+from specdec.result import Round
 from tests.helpers.playing import Scripted, random_ids, right_until, weaker
 from tests.helpers.tiny import tiny_model
 from tests.helpers.tokens import byte_level
@@ -59,6 +60,18 @@ def test_a_draft_that_was_good_before_lost_the_context() -> None:
     [found] = watched(decoder, prompt, strategies=[Scripted(forgets, "mtp")], max_new_tokens=60).found
     assert [c.name for c in found.causes] == ["context"]
     assert found.position > 40
+
+
+@pytest.mark.parametrize(("first", "cause"), [(8, "family"), (16, "context")])
+def test_a_fall_that_chance_explains_is_not_the_contexts(first: int, cause: str) -> None:
+    """From 8 of 16 accepted to 7 is noise, from 16 to 7 is not."""
+    monitor = Monitor(window=16, warn=lambda text: None)
+    for stood in [True] * first + [False] * (32 - first):
+        tokens = [1, 2] if stood else [2]
+        monitor(Round(0, 9, "draft-model", [1], [0.5], [0.5], int(stood), 2, tokens, None, {}))
+    [found] = monitor.found
+    assert found.acceptance == 7 / 16
+    assert [c.name for c in found.causes] == [cause]
 
 
 def test_a_prompt_outside_the_chat_template_is_named() -> None:

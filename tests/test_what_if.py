@@ -133,6 +133,8 @@ def test_speed_up_weighs_tokens_against_drafts(decoder: specdec.SpeculativeDecod
     for plan in free.plans:
         assert plan.speedup == pytest.approx(plan.tokens_per_round)
     assert dear.best().k == 1
+    beside = estimate(decoder, prompts, (2,), chains=CHAINS, max_new_tokens=30, cost=Cost(1.0, lambda n: 0.0))
+    assert beside.best().k == 2, "tokens per round of a chain were compared with a speed-up"
     for plan in dear.plans:
         assert plan.speedup == pytest.approx(plan.tokens_per_round / (1 + plan.drafted_per_round))
 

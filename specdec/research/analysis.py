@@ -288,8 +288,8 @@ def context_curve(
     if lengths is None:
         lengths = [n for n in (SHORTEST << i for i in range(32)) if n <= room]
     if not lengths or max(lengths) > room or min(lengths) < 1:
-        wanted = f"lengths up to {max(lengths)}" if lengths else f"a length of {SHORTEST}"
-        raise SpecdecError(f"context_curve: {wanted} do not fit: text and context leave room for {room} tokens")
+        wanted = f"lengths up to {max(lengths)} do" if lengths else f"a length of {SHORTEST} does"
+        raise SpecdecError(f"context_curve: {wanted} not fit: text and context leave room for {room} tokens")
     ends = np.unique(np.linspace(max(lengths), len(ids), anchors).astype(int)).tolist()
     points = []
     for n in sorted(lengths):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from specdec.decoder import SpeculativeDecoder
+from specdec.drafters import make_drafters
 from specdec.errors import SpecdecError
 from specdec.research.ablation.config import PLAIN, AblationConfig, Cell
 from specdec.research.ablation.merge import merge
@@ -36,11 +37,14 @@ def compare_config(
     data: Mapping[str, Any] | None = None, loading: Mapping[str, Any] | None = None, **generation: Any,
 ) -> AblationConfig:  # fmt: skip
     """The ablation behind a comparison: `draft-model` of `k` tokens with every draft, and the strategies, which need
-    none. Raises SpecdecError for a comparison of nothing, or of one thing with itself."""
+    none. Raises SpecdecError for a comparison of nothing, of one thing with itself, or of a chain with a draft."""
     if not drafts and not strategies:
         raise SpecdecError("compare: nothing to compare: give drafts or strategies")
     if len(set(drafts)) < len(drafts) or len(set(strategies)) < len(strategies):
         raise SpecdecError("compare: a draft or a strategy is named twice")
+    for text in strategies:
+        if any(d.name == "draft-model" for d in make_drafters(text, has_draft=False)):
+            raise SpecdecError("compare: strategies are compared without a draft model: name drafts by themselves")
     shared = dict(loading or {})
     names = _names(drafts)
     pairs = {name: {**shared, "target": target, "draft": draft} for name, draft in zip(names, drafts, strict=True)}

@@ -147,7 +147,7 @@ class Monitor:
         draft = getattr(self.decoder, "draft", None)
         if draft is not None and entry.position >= draft.context:
             return [Cause("context", f"position {entry.position} is past the draft's context of {draft.context}")]
-        if window.first is not None and window.first >= self.threshold:
+        if window.first is not None and window.first >= self.threshold and _fell(window.first, window):
             before = f"acceptance was {window.first:.2f} at first and fell as the text grew to {entry.position} tokens"
             return [Cause("context", before)]
         return []
@@ -164,6 +164,12 @@ class Monitor:
         if self.chat or not getattr(tokenizer, "chat_template", None):
             return []
         return [Cause("template", "the tokenizer has a chat template and the prompts did not go through it")]
+
+
+def _fell(first: float, window: _Window) -> bool:
+    """Whether acceptance fell by more than two standard errors of the difference: less is what chance does."""
+    error = sum(a * (1 - a) for a in (first, window.acceptance)) / window.size
+    return first - window.acceptance > 2 * error**0.5
 
 
 def _relation(agreement: float | None) -> Cause:

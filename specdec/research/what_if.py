@@ -90,8 +90,9 @@ class WhatIf:
     texts: list[ForcedText]
 
     def best(self) -> Plan:
-        """The plan with the largest speed-up, or with most tokens per round where no cost was given."""
-        return max(self.plans, key=lambda p: p.tokens_per_round if p.speedup is None else p.speedup)
+        """The plan with the largest known speed-up, or with most tokens per round where none is known."""
+        known = [p for p in self.plans if p.speedup is not None]
+        return max(known or self.plans, key=lambda p: p.tokens_per_round if p.speedup is None else p.speedup)
 
 
 def estimate(

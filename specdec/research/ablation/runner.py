@@ -220,7 +220,7 @@ class _Run:
             failure = _as_error(error)
             rows |= {p.id: _failed(cell, p, self.plan, number, failure) for p in prompts if p.id in known}
         seconds = time.perf_counter() - started
-        self.session.decode += seconds
+        self.session.decode += seconds if known else 0.0
         if out is not None:
             if "interrupted" in out.finish_reasons:
                 raise KeyboardInterrupt
