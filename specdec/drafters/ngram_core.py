@@ -90,4 +90,3 @@ def check_sizes(drafter: Any, **least: int) -> None:
         check_whole(f"{drafter.name}: {name}", value, lowest)
         if value > 1024 and name not in ("min_hits", "hash_size", "table_size"):
             raise SpecdecError(f"{drafter.name}: {name}={value} is above the limit of 1024")
-

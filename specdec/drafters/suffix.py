@@ -65,6 +65,15 @@ class Suffix(RowDrafter):
             raise SpecdecError(f"suffix: store must be a SuffixStore, got {type(self.store).__name__}")
         if self.remember and self.store is None:
             self.store = SuffixStore(depth=self.depth)
+        self._orders, self._loudness = self._tables()
+
+    def _tables(self) -> tuple[np.ndarray, np.ndarray]:
+        """In how many tokens a position counts as agreeing and the weight of its vote before it fades, float64
+        [2 * depth + 1], by how many do agree; from depth + 1 on for positions that skip the newest, which is counted.
+        A weight below zero: no vote."""
+        agreeing = np.concatenate([np.arange(self.depth + 1), np.arange(self.depth)])
+        orders = agreeing - np.repeat([0.0, self.gap_cost or 0.0], [self.depth + 1, self.depth])
+        return orders, np.where(agreeing > 0, float(self.order_weight) ** np.minimum(orders, _LOUDEST), -1.0)
 
     def fresh(self, context: DraftContext) -> Suffix:
         made: Suffix = super().fresh(context)
@@ -106,7 +115,8 @@ class Suffix(RowDrafter):
             self.begin(request.row, request.tokens)
         index = self._rows[request.row]
         if index.size <= len(request.tokens):
-            index.extend(np.append(as_array(request.tokens[index.size :]), request.last))
+            index.extend(request.tokens[index.size :])
+            index.extend([request.last])
             index.file()
         limit = request.limit(self.n_max)
         return self._descend(self._voters(index, limit), limit)
@@ -120,28 +130,24 @@ class Suffix(RowDrafter):
 
     def _found(self, source: SuffixIndex, query: np.ndarray, limit: int, older: int | None) -> list[Voter]:
         """The loudest voters of one index; older: None for the row's own, else what to add to their age."""
-        positions = source.candidates(query, self.voters)
-        skipped = np.zeros(len(positions), dtype=bool)
+        positions, gaps = source.candidates(query, self.voters), 0
         if self.gap_cost is not None:
             # The row's end agrees with itself but for the newest token: one more is asked, and it drops out.
             others = source.candidates(query[1:], self.voters + 1) + 1
             others = others[others < source.size - 1]
-            positions = np.concatenate([positions, others])
-            skipped = np.arange(len(positions)) >= len(skipped)
-        if len(positions) == 0:
-            return []
-        agreement = source.agreement(positions, query, skipped) - skipped
-        inside = agreement > 0
-        positions, skipped = positions[inside], skipped[inside]
-        agreement = agreement[inside] - skipped * (self.gap_cost or 0.0)
-        age = source.size - 1 - positions + (older or 0)
-        weights = float(self.order_weight) ** np.minimum(agreement, _LOUDEST) / (1 + age / self.half_age)
-        loudest = np.argsort(-weights, kind="stable")[: 2 * self.voters]
-        following = source.successors(positions[loudest], limit)
+            positions, gaps = np.concatenate([positions, others]), len(others)
+        agreed = source.agreement(positions, query, gaps)
+        agreed[len(agreed) - gaps :] += self.depth
+        age = source.size - 1 + (older or 0) - positions
+        weights = self._loudness[agreed] / (1 + age / self.half_age)
+        loudest = (-weights).argsort(kind="stable")[: 2 * self.voters]
+        loudest = loudest[weights[loudest] >= 0]
+        following = source.successors(positions[loudest], limit).tolist()
         if older is None:
-            beyond = np.arange(limit) - age[loudest, None]
-            following = np.where(beyond >= 0, -2 - beyond, following)
-        return list(zip(following.tolist(), weights[loudest].tolist(), agreement[loudest].tolist(), strict=True))
+            for tokens, known in zip(following, age[loudest].tolist(), strict=True):
+                if known < limit:
+                    tokens[known:] = range(-2, known - limit - 2, -1)
+        return list(zip(following, weights[loudest].tolist(), self._orders[agreed[loudest]].tolist(), strict=True))
 
     def _descend(self, voters: list[Voter], limit: int) -> list[int]:
         """Follow the majority, token by token; equal weights: the first voter's choice."""
