@@ -17,7 +17,9 @@ buffer of a text that is still growing has up to as much again in reserve.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -28,7 +30,26 @@ from specdec.drafters.ngram_core import Occurrences
 TAIL = 256
 SEPARATOR = 0xFFFFFFFF  # between the documents of a store: no token
 _BYTES = 4
-_PIVOTS = 128  # how many contexts of a segment a search looks among at a time
+
+
+@dataclass
+class _Segment:
+    """The positions from `start` on in the order of their contexts, int64 or int32 [n], counted from `start`."""
+
+    start: int
+    order: np.ndarray
+
+    def of(self, contexts: np.ndarray) -> np.ndarray:
+        """The contexts of these positions, unsorted; a view."""
+        return contexts[self.start : self.start + len(self.order)]
+
+    def place(self, contexts: np.ndarray, wanted: np.ndarray) -> int:
+        """How many of them are before the wanted one, bytes [1]."""
+        own = self.of(contexts)
+        if self.order.dtype == np.intp:
+            return int(own.searchsorted(wanted, sorter=self.order)[0])
+        # numpy would make the whole order wider first. Strings lose their zero bytes at the end, and compare alike.
+        return bisect_left(self.order, wanted[0], key=own.__getitem__)
 
 
 class SuffixIndex:
@@ -43,13 +64,18 @@ class SuffixIndex:
         self.size = 0
         # The text in the last `size` elements before `capacity`, reversed; separators before it and after it.
         self._allocate(1)
-        self.segments: list[np.ndarray] = []  # int32
+        self._segments: list[_Segment] = []
         self.filed = 0
 
     @property
     def nbytes(self) -> int:
         """Bytes of ids and order."""
-        return int(self.buffer.nbytes) + sum(s.nbytes for s in self.segments)
+        return int(self.buffer.nbytes) + sum(s.order.nbytes for s in self._segments)
+
+    @property
+    def segments(self) -> list[np.ndarray]:
+        """The positions of each segment in order."""
+        return [segment.start + segment.order for segment in self._segments]
 
     @property
     def _reversed(self) -> np.ndarray:
@@ -84,22 +110,22 @@ class SuffixIndex:
         if end - self.filed <= TAIL:
             return
         start, self.filed = self.filed, end
-        if not self.segments:
-            self.segments.append(self._sorted_by_doubling(end))
+        if not self._segments:
+            self._segments.append(_Segment(0, self._sorted_by_doubling(end)))
             return
-        fresh = np.arange(start, end, dtype=np.int32)
-        fresh = fresh[self.contexts[fresh].argsort(kind="stable")]
-        while self.segments and len(self.segments[-1]) <= 2 * len(fresh):
-            older = self.segments.pop()
-            places = self.contexts[older].searchsorted(self.contexts[fresh], "right")
-            fresh = np.insert(older, places, fresh)
-        self.segments.append(fresh)
+        fresh = self.contexts[start:end].argsort(kind="stable")
+        while self._segments and len(self._segments[-1].order) <= 2 * len(fresh):
+            older = self._segments.pop()
+            old, new = older.of(self.contexts)[older.order], self.contexts[start:end][fresh]
+            fresh = np.insert(older.order, old.searchsorted(new, "right"), fresh + len(older.order))
+            start = older.start
+        self._segments.append(_Segment(start, fresh))
 
     def freeze(self) -> None:
         """Give back the reserve and sort everything into one segment: 8 bytes a token from here on."""
         self._grow(self.size)
         self.filed = max(0, self.size - 1)
-        self.segments = [self._sorted_by_doubling(self.filed)] if self.filed else []
+        self._segments = [_Segment(0, self._sorted_by_doubling(self.filed).astype(np.int32))] if self.filed else []
 
     def candidates(self, query: np.ndarray, most: int) -> np.ndarray:
         """Positions int64 [n], in no order, with the `most` among them whose contexts agree longest with `query`.
@@ -112,22 +138,12 @@ class SuffixIndex:
         width = _BYTES * self.depth
         wanted = np.frombuffer(query.tobytes()[:width].ljust(width, b"\0"), self.contexts.dtype)
         found = []
-        for segment in self.segments:
-            at = self._place(segment, wanted)
-            found.append(segment[max(0, at - most) : at + most])
+        for segment in self._segments:
+            at = segment.place(self.contexts, wanted)
+            found.append(segment.order[max(0, at - most) : at + most] + segment.start)
         tail = self.words[self.capacity - self.size + 1 : self.capacity - self.filed]
         found.append(self.size - 2 - (tail == query[0]).nonzero()[0])
         return np.concatenate(found)
-
-    def _place(self, segment: np.ndarray, wanted: np.ndarray) -> int:
-        """Where in the segment the first context stands that is not before the wanted one, [1]."""
-        low, high = 0, len(segment)
-        while low < high:
-            step = 1 + (high - low) // _PIVOTS
-            before = int(self.contexts[segment[low:high:step]].searchsorted(wanted)[0])
-            high = min(high, low + before * step)
-            low += max(0, (before - 1) * step + 1)
-        return low
 
     def agreement(self, positions: np.ndarray, query: np.ndarray, gaps: int = 0) -> np.ndarray:
         """In how many tokens the contexts of positions agree with the query, int64 [n]; in the last `gaps` of them
@@ -162,7 +178,7 @@ class SuffixIndex:
         self.contexts = np.ndarray((capacity,), f"S{_BYTES * self.depth}", raw, start, (-_BYTES,))
 
     def _sorted_by_doubling(self, end: int) -> np.ndarray:
-        """Positions 0..end - 1 by context, int32: ranks by 1, 2, 4, ... tokens until all differ or `depth` is reached.
+        """Positions 0..end - 1 by context, int64: ranks by 1, 2, 4, ... tokens until all differ or `depth` is reached.
 
         Source: Manber and Myers 1990, with numpy's sort.
         """
@@ -173,7 +189,7 @@ class SuffixIndex:
             before[seen:] = contexts.rank[:-seen]
             contexts = Occurrences(contexts.rank * (end + 1) + before)
             seen *= 2
-        return contexts.order.astype(np.int32)
+        return contexts.order
 
 
 class SuffixStore:
