@@ -11,14 +11,14 @@ prompt becomes one segment at once, by prefix doubling in numpy.
 
 Contexts are compared over at most `depth` tokens. The ids are stored once, reversed and as big-endian 32-bit numbers,
 so that comparing bytes compares tokens: to numpy a context is a string of bytes, and what sorts and searches strings
-sorts and searches contexts. Memory: 8 bytes a token, 4 for the id and 4 for its place in the order; the
+sorts and searches contexts. Memory: 4 bytes a token for the id and 8 for its place in the order, 4 once frozen; the
 buffer of a text that is still growing has up to as much again in reserve.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,6 +30,7 @@ from specdec.drafters.ngram_core import Occurrences
 TAIL = 256
 SEPARATOR = 0xFFFFFFFF  # between the documents of a store: no token
 _BYTES = 4
+_NO_TOKEN = np.array([0xFFFFFFFE], dtype=">u4").view(np.uint32)  # ends a query: agrees with nothing that is stored
 
 
 @dataclass
@@ -43,13 +44,14 @@ class _Segment:
         """The contexts of these positions, unsorted; a view."""
         return contexts[self.start : self.start + len(self.order)]
 
-    def place(self, contexts: np.ndarray, wanted: np.ndarray) -> int:
-        """How many of them are before the wanted one, bytes [1]."""
+    def places(self, contexts: np.ndarray, wanted: np.ndarray) -> list[int]:
+        """How many of them are before each of the wanted ones, bytes [m]."""
         own = self.of(contexts)
         if self.order.dtype == np.intp:
-            return int(own.searchsorted(wanted, sorter=self.order)[0])
+            places: list[int] = own.searchsorted(wanted, sorter=self.order).tolist()
+            return places
         # numpy would make the whole order wider first. Strings lose their zero bytes at the end, and compare alike.
-        return bisect_left(self.order, wanted[0], key=own.__getitem__)
+        return [bisect_left(self.order, string, key=own.__getitem__) for string in wanted]
 
 
 class SuffixIndex:
@@ -133,24 +135,31 @@ class SuffixIndex:
         query: newest tokens as `newest` gives them, or without the newest few. Positions without any agreement may
         be among them.
         """
-        if self.size < 2 or len(query) == 0:
-            return np.empty(0, dtype=np.int64)
+        return self.nearest([(query, most)])[0] if len(query) else np.empty(0, dtype=np.int64)
+
+    def nearest(self, queries: Sequence[tuple[np.ndarray, int]]) -> list[np.ndarray]:
+        """`candidates` of several (query, most) at once."""
+        if self.size < 2:
+            return [np.empty(0, dtype=np.int64)] * len(queries)
         width = _BYTES * self.depth
-        wanted = np.frombuffer(query.tobytes()[:width].ljust(width, b"\0"), self.contexts.dtype)
-        found = []
+        strings = b"".join(query.tobytes()[:width].ljust(width, b"\0") for query, _ in queries)
+        wanted = np.frombuffer(strings, self.contexts.dtype)
+        found: list[list[np.ndarray]] = [[] for _ in queries]
         for segment in self._segments:
-            at = segment.place(self.contexts, wanted)
-            found.append(segment.order[max(0, at - most) : at + most] + segment.start)
+            for pieces, (_, most), at in zip(found, queries, segment.places(self.contexts, wanted), strict=True):
+                piece = segment.order[max(0, at - most) : at + most]
+                pieces.append(piece + segment.start if segment.start else piece)
         tail = self.words[self.capacity - self.size + 1 : self.capacity - self.filed]
-        found.append(self.size - 2 - (tail == query[0]).nonzero()[0])
-        return np.concatenate(found)
+        for pieces, (query, _) in zip(found, queries, strict=True):
+            pieces.append(self.size - 2 - (tail == query[0]).nonzero()[0])
+        return [np.concatenate(pieces) for pieces in found]
 
     def agreement(self, positions: np.ndarray, query: np.ndarray, gaps: int = 0) -> np.ndarray:
         """In how many tokens the contexts of positions agree with the query, int64 [n]; in the last `gaps` of them
         the newest token counts as agreeing."""
-        query = query[: self.depth]
-        same = np.zeros((len(positions), len(query) + 1), dtype=bool)
-        np.equal(self.windows[positions, : len(query)], query, out=same[:, :-1])
+        query = np.concatenate([query[: self.depth], _NO_TOKEN])
+        windows = self.windows[positions].view(np.uint32).reshape(len(positions), self.depth + 1)
+        same = windows[:, : len(query)] == query
         same[len(same) - gaps :, 0] = True
         length: np.ndarray = same.argmin(axis=1)
         return length
@@ -168,13 +177,13 @@ class SuffixIndex:
 
     def _allocate(self, capacity: int) -> None:
         """Room for `capacity` - 1 tokens: the bytes, and views of them. `words` are tokens in the machine's own byte
-        order, to compare; `windows` and `contexts` are the contexts of all positions, as words and as bytes."""
+        order, to compare; `contexts` are those of all positions, as bytes, and `windows` have one token more."""
         self.capacity = capacity
-        raw = bytearray(b"\xff") * (_BYTES * (capacity + self.depth))  # separators
+        raw = bytearray(b"\xff") * (_BYTES * (capacity + self.depth + 1))  # separators
         self.buffer = np.frombuffer(raw, dtype=">u4")
         self.words = np.frombuffer(raw, dtype=np.uint32)
         start = _BYTES * (capacity - 1)
-        self.windows = np.ndarray((capacity, self.depth), np.uint32, raw, start, (-_BYTES, _BYTES))
+        self.windows = np.ndarray((capacity,), f"V{_BYTES * (self.depth + 1)}", raw, start, (-_BYTES,))
         self.contexts = np.ndarray((capacity,), f"S{_BYTES * self.depth}", raw, start, (-_BYTES,))
 
     def _sorted_by_doubling(self, end: int) -> np.ndarray:
