@@ -116,7 +116,8 @@ class Trace:
 
     def __repr__(self) -> str:
         # A notebook stores the text form beside the page, and a whole trace would be megabytes of it.
-        return f"Trace({len(self.rows)} rows, {len(self.rounds)} rounds, drafted by {', '.join(self.strategies) or None})"
+        drafters = ", ".join(self.strategies) or "nobody"
+        return f"Trace({len(self.rows)} rows, {len(self.rounds)} rounds, drafted by {drafters})"
 
     def _repr_html_(self) -> str:
         from specdec.research.token_page import frame
