@@ -61,6 +61,12 @@ def test_a_trace_comes_back_from_disk_as_it_was(traces: dict[str, Trace], name: 
         assert Trace.load(path) == traces[name]
 
 
+def test_a_trace_prints_as_one_line(traces: dict[str, Trace]) -> None:
+    rounds = len(traces["chain"].rounds)
+    strategies = ", ".join(traces["chain"].strategies)
+    assert repr(traces["chain"]) == f"Trace(3 rows, {rounds} rounds, drafted by {strategies})"
+
+
 def law(model: Any, ids: list[int], temperature: float) -> torch.Tensor:
     """The next token's law from a plain forward pass."""
     with torch.no_grad():
