@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from specdec.errors import SpecdecError
-from specdec.research import bench
+from specdec.research.bench import smoke as bench
 from specdec.research.speed_report import speed_block
 
 ROOT = Path(__file__).resolve().parents[1]

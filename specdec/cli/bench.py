@@ -13,7 +13,7 @@ from specdec.cli import output
 from specdec.cli.exactness import exactness_config, print_exactness
 from specdec.cli.inputs import given
 from specdec.errors import SpecdecError
-from specdec.research.bench import METHODS, SUITES, equal, run_smoke
+from specdec.research.bench.smoke import METHODS, SUITES, equal, run_smoke
 from specdec.research.exactness import PARTS, run_exactness
 from specdec.research.exactness_summary import exact_holds
 
