@@ -22,7 +22,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 @dataclass(frozen=True)
 class ModelChoice:
     """The pair. target, draft: a hub id, a folder, a GGUF file, `demo-target` / `demo-draft`, or `smollm2-135m`
-    (fetched, or what the variable SPECDEC_SMOLLM2 names); draft None = the target as loaded, coarsened by `coarsen`;
+    (fetched, or from what the variable SPECDEC_SMOLLM2 names: `smollm2.folder_of`); draft None = the target as loaded, coarsened by `coarsen`;
     inflate: sizes to grow the target to, as `Inflation.parse` takes them; dtype None = bfloat16 on a GPU, float32 on a
     CPU."""
 

@@ -18,7 +18,7 @@ from specdec.loading import LoadedPair, pick_device
 from specdec.research.bench.config import DataChoice, ModelChoice, Scenario
 from specdec.research.datasets import Prompt, encode_texts, load_prompts
 from specdec.research.inflate import Inflation, coarsen, inflate
-from specdec.research.smollm2 import fetch_folder
+from specdec.research.smollm2 import fetch_folder, folder_of
 from specdec.runner import Runner
 
 SMOLLM2 = "smollm2-135m"
@@ -120,10 +120,8 @@ def locate(name: str) -> str:
     if name != SMOLLM2:
         return name
     given = os.environ.get(SMOLLM2_VARIABLE)
-    if given:
-        return given
     try:
-        return str(fetch_folder())
+        return str(folder_of(given) if given else fetch_folder())
     except ImportError as error:
         raise SpecdecError(f"{SMOLLM2} cannot be read: {error}") from error
 
