@@ -179,7 +179,7 @@ def test_the_speed_block_holds_the_figures() -> None:
 
 def test_the_documents_show_the_committed_results(write_results: Any) -> None:
     documents = write_results.documents()
-    names = {"ablation.md", "analysis.md", "exactness.md", "losslessness.md", "ngram.md", "speed.md"}
+    names = {"ablation.md", "analysis.md", "benchmarks.md", "exactness.md", "losslessness.md", "ngram.md", "speed.md"}
     assert {path.name for path in documents} == {"README.md", *names}
     for path, text in documents.items():
         assert path.read_text(encoding="utf-8") == text, "run scripts/write_results.py"

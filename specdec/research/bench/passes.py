@@ -29,20 +29,18 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def timed(
-    run: Callable[[], Any], device: torch.device, passes: int = PASSES, repeats: int = REPEATS, seconds: float = SECONDS
-) -> dict[str, float]:
-    """Milliseconds a pass: median, least and most of `repeats`, each over up to `passes` in a row; after two that are
-    not timed, as recording and compiling take the first."""
+def timed(run: Callable[[], Any], device: torch.device) -> dict[str, float]:
+    """Milliseconds a pass: median, least and most of REPEATS, each over up to PASSES in a row; after two that are not
+    timed, as recording and compiling take the first."""
     run()
     synchronise(device)
     started = time.perf_counter()
     run()
     synchronise(device)
     once = time.perf_counter() - started
-    passes = max(1, min(passes, int(seconds / repeats / max(once, 1e-9))))
+    passes = max(1, min(PASSES, int(SECONDS / REPEATS / max(once, 1e-9))))
     found = []
-    for _ in range(repeats):
+    for _ in range(REPEATS):
         started = time.perf_counter()
         for _ in range(passes):
             run()
