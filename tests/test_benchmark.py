@@ -36,9 +36,9 @@ SMALL: dict[str, Any] = {
     },
     "data": {"dataset": "humaneval", "longest": 24},
     "scenarios": {
-        "one": {"prompts": 2, "max_new_tokens": 10, "repeats": 1, "ignore_eos": True},
+        "one": {"prompts": 2, "max_new_tokens": 7, "repeats": 1, "ignore_eos": True},
         "two": {
-            "contenders": ["hf", "plain", "hf-assisted"], "batch": 2, "prompts": 2, "max_new_tokens": 5, "repeats": 1,
+            "contenders": ["hf", "plain", "hf-assisted"], "batch": 2, "prompts": 2, "max_new_tokens": 3, "repeats": 1,
         },
     },
     "passes": {"widths": [1, 3], "lengths": [32]},
@@ -112,7 +112,7 @@ def test_every_contender_has_its_figures_or_its_reason(result: dict[str, Any]) -
     assert set(one) == set(SMALL["contenders"])
     assert one["broken"] == {"error": "ValueError: no such luck"}
     for name in ("plain", "draft-model", "hf", "hf-kept", "hf-assisted"):
-        assert one[name]["tokens"] == 20
+        assert one[name]["tokens"] == 14
         assert one[name]["tokens_per_second"]["low"] <= one[name]["tokens_per_second"]["value"]
         assert one[name]["equality"]["equal"] == one[name]["equality"]["rows"] == 2
         assert one[name]["warm_up_s"] > 0
@@ -128,7 +128,7 @@ def test_drafting_is_compared_with_theory(result: dict[str, Any]) -> None:
     rounds = [r for r in result["scenarios"]["one"]["runs"] if r["contender"] == "draft-model"]
     assert sum(r["generated_tokens"] for r in rounds) == sum(r["accepted_tokens"] + r["rounds"] for r in rounds)
     assert 0 < drafted["acceptance"]["tested"] <= 1
-    assert 2 < drafted["theory"]["k"] <= 3  # the last rounds of a row draft less
+    assert 1 < drafted["theory"]["k"] <= 3  # the last rounds of a row draft less
     assert drafted["theory"]["c"] > 0
     assert drafted["theory"]["predicted"] > 0
     assert one["plain"]["theory"]["k"] == 0
@@ -145,7 +145,7 @@ def test_passes_profile_and_copy_are_there(result: dict[str, Any]) -> None:
     assert profile["rounds"] == 2
     assert {"draft model", "verify model"} <= set(profile["parts"])
     assert sum(part["share"] for part in profile["parts"].values()) == pytest.approx(1)
-    assert profile["parts"]["draft model"]["count"] == pytest.approx(3)
+    assert 0 < profile["parts"]["draft model"]["count"] <= 3  # the last rounds of a row draft less
 
 
 def test_targets_are_met_missed_or_not_known(result: dict[str, Any]) -> None:
@@ -233,7 +233,7 @@ def test_a_time_limit_takes_repeats_and_never_contenders() -> None:
 
 
 def test_other_ids_than_plains_are_a_fault(
-    config_file: Path, monkeypatch: pytest.MonkeyPatch, result: dict[str, Any]
+    config_file: Path, result: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The negative control of the comparison: one token changed in what a chain gives."""
     assert run.faults(result) == []
@@ -246,12 +246,20 @@ def test_other_ids_than_plains_are_a_fault(
         return output
 
     monkeypatch.setattr(Own, "run", lying)
-    monkeypatch.setitem(contenders.KINDS, "broken", Broken)
-    done = CliRunner().invoke(app, ["bench", str(config_file), "--contender", "draft-model", "--json"])
+    pair = Pair.build(ModelChoice(device="cpu"))
+    order = [make_contender(name, SMALL["contenders"][name]) for name in ("plain", "draft-model")]
+    for contender in order:
+        contender.enter(pair)
+    calls = [Item(("a",), (tuple(range(5, 15)),))]
+    setting = Scenario(prompts=1, max_new_tokens=4, repeats=1, ignore_eos=True)
+    found = scenario.ScenarioRun("one", setting, pair, calls, order, None, lambda what: None).run()
+    wrong = {**result, "scenarios": {"one": found}}
+    assert run.faults(wrong) == ["one: draft-model: 1 of 1 rows"]
+    assert found["contenders"]["draft-model"]["equality"]["first_difference"] == {"prompt": "a", "token": 3}
+    monkeypatch.setattr("specdec.cli.bench.run_bench", lambda *arguments: wrong)
+    done = CliRunner().invoke(app, ["bench", str(config_file)])
     assert done.exit_code == 1
-    assert "one: draft-model: 2 of 2 rows" in done.stderr
-    entry = json.loads(done.stdout)["scenarios"]["one"]["contenders"]["draft-model"]
-    assert entry["equality"]["first_difference"]["token"] == 9
+    assert "one: draft-model: 1 of 1 rows" in done.stderr
 
 
 # -- figures ---------------------------------------------------------------------------------------------------------
