@@ -44,6 +44,10 @@ SMALL: dict[str, Any] = {
     "passes": {"widths": [1, 3], "lengths": [32]},
     "profile": {"rounds": 2, "skip": 1},
     "targets": {
+        "drafting": {
+            "value": "scenarios/one/draft-model/tokens_per_second", "over": "scenarios/one/hf/tokens_per_second",
+            "at_least": 0,
+        },
         "faster than nothing": {"value": "scenarios/one/plain/tokens_per_second", "at_least": 0.001},
         "wide pass": {"value": "passes/plain/batch 1, width 3, 32 slots/ms", "at_most": 1e-9},
         "to the broken one": {
@@ -150,8 +154,12 @@ def test_passes_profile_and_copy_are_there(result: dict[str, Any]) -> None:
 
 def test_targets_are_met_missed_or_not_known(result: dict[str, Any]) -> None:
     found = result["targets"]
-    assert [found[name]["met"] for name in SMALL["targets"]] == [True, False, None]
+    assert [found[name]["met"] for name in SMALL["targets"]] == [True, True, False, None]
     assert "no such luck" in found["to the broken one"]["reason"]
+    drafted = result["scenarios"]["one"]["contenders"]["draft-model"]
+    assert found["drafting"]["c"] == drafted["theory"]["c"]  # no speed-up without the ratio and the acceptance
+    assert found["drafting"]["acceptance"] == drafted["acceptance"]["tested"]
+    assert "c" not in found["faster than nothing"]
     assert run.missed(result) == ["wide pass", "to the broken one"]
 
 

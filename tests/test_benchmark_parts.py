@@ -134,10 +134,15 @@ def test_calls_are_full_and_the_longest_comes_first(pair: Pair) -> None:
     assert len({name for call in calls for name in call.ids}) == 6
 
 
-def test_long_contexts_are_of_the_length_asked_for_and_differ(pair: Pair) -> None:
-    rows = long_rows(load_prompts("humaneval", limit=3), pair.tokenizer, 700)
+def test_long_contexts_are_of_the_length_asked_for_and_end_with_the_prompt(pair: Pair) -> None:
+    every = load_prompts("humaneval")
+    rows = long_rows(every[:3], every, pair.tokenizer, 700)
     assert [len(row) for row in rows] == [700] * 3
-    assert len({tuple(row) for row in rows}) == 3
+    assert len({tuple(row[:100]) for row in rows}) == 3
+    for row, prompt in zip(rows, every, strict=False):
+        assert pair.tokenizer.decode(row).endswith(prompt.text + "\n\n")
+    with pytest.raises(SpecdecError, match="fewer than the context of 5000"):
+        long_rows(every[:1], every[:4], pair.tokenizer, 5000)
 
 
 def test_padding_is_on_the_left() -> None:

@@ -13,7 +13,7 @@ from specdec.cli import output
 from specdec.config import load_yaml
 from specdec.errors import SpecdecError
 from specdec.research.bench.config import BenchConfig
-from specdec.research.bench.report import interval
+from specdec.research.bench.report import conditions, interval
 
 
 def bench_config(
@@ -58,6 +58,7 @@ def print_bench(console: Console, result: Mapping[str, Any]) -> None:
     console.print(f"{result['device']}: a copy moves {copy / 1e9:.1f} GB/s, reads and writes counted")
     for name, scenario in result["scenarios"].items():
         console.print(_speeds(name, scenario["contenders"], result["config"]["reference"]))
+        console.print(_rounds(name, scenario["contenders"]))
         console.print(_theory(name, scenario["contenders"]))
     if result["passes"]:
         console.print(_passes(result["passes"]))
@@ -83,35 +84,52 @@ def _ran(entries: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _speeds(title: str, entries: Mapping[str, Any], reference: str) -> Any:
-    made = output.table(
-        "contender", "tok/s", f": {reference}", "tok/round", "accept", "draft ms", "verify ms", "other ms", "same rows",
-        "warm-up s", "GiB", title=f"{title}: whole calls, with 95 % intervals; milliseconds a round",
+    made = _named(
+        "contender", "tok/s", f": {reference}", "tok/round", "accept", "same rows", "warm-up s", "GiB",
+        title=f"{title}: whole calls, with 95 % intervals",
     )  # fmt: skip
     for name, entry in _ran(entries).items():
-        parts = entry.get("ms_per_round", {})
         equality, memory = entry.get("equality"), entry.get("memory")
         made.add_row(
             name, interval(entry["tokens_per_second"], 1), interval(entry.get(f"over_{reference}"), 2),
             output.number(entry.get("tokens_per_round")), output.number(entry.get("acceptance", {}).get("tested")),
-            *(output.number(parts.get(part)) for part in ("draft", "verify", "other")),
             f"{equality['equal']} of {equality['rows']}" if equality else "-", f"{entry['warm_up_s']:.1f}",
             f"{memory['total'] / 2**30:.2f}" if memory else "-",
         )  # fmt: skip
     return made
 
 
+def _rounds(title: str, entries: Mapping[str, Any]) -> Any:
+    made = _named(
+        "contender", "draft", "verify", "other", "all", "draft pass", "verify pass", "plain pass",
+        title=f"{title}: milliseconds of a round by phase, and of its passes alone and in a row",
+    )  # fmt: skip
+    for name, entry in _ran(entries).items():
+        if "theory" in entry:
+            parts, theory = entry["ms_per_round"], entry["theory"]
+            figures = [parts["draft"], parts["verify"], parts["other"], entry["ms_per_round_total"]]
+            figures += [theory[key] for key in ("draft_ms", "verify_ms", "plain_ms")]
+            made.add_row(name, *(output.number(x) for x in figures))
+    return made
+
+
+def _named(*columns: str, title: str) -> Any:
+    """A table whose first column is never cut."""
+    made = output.table(*columns, title=title)
+    made.columns[0].no_wrap = True
+    return made
+
+
 def _theory(title: str, entries: Mapping[str, Any]) -> Any:
-    made = output.table(
-        "contender", "plain pass ms", "verify ms", "draft ms", "c", "v", "k", "predicted", "measured", "of it",
-        "outside",
-        title=f"{title}: what theory says of these passes; outside: of decoding, in neither model's passes",
+    made = _named(
+        "contender", "c", "v", "k", "predicted", "measured", "measured : predicted", "outside",
+        title=f"{title}: speed-up by theory from these passes; outside: of decoding, in neither model's passes",
     )  # fmt: skip
     for name, entry in _ran(entries).items():
         if "theory" in entry:
             t = entry["theory"]
             made.add_row(
-                name, *(output.number(t[key]) for key in ("plain_ms", "verify_ms", "draft_ms")),
-                *(output.number(t[key], 3) for key in ("c", "v")), output.number(t["k"]),
+                name, output.number(t["c"], 3), output.number(t["v"], 3), output.number(t["k"]),
                 output.number(t["predicted"]), interval(t["measured"], 2), output.number(t["measured_to_predicted"]),
                 f"{t['outside']:.1%}",
             )  # fmt: skip
@@ -126,7 +144,7 @@ def _passes(passes: Mapping[str, Any]) -> Any:
         for which, row in table.items() if "error" not in table else ():
             made.add_row(
                 name, which, f"{row['ms']:.2f}", f"{row['min']:.2f}-{row['max']:.2f}",
-                f"{row['bytes_per_second'] / 1e9:.0f}", f"{row['times_read_once']:.2f}",
+                f"{row['bytes_per_second'] / 1e9:.1f}", f"{row['times_read_once']:.2f}",
             )  # fmt: skip
     return made
 
@@ -143,10 +161,11 @@ def _profile(name: str, profile: Mapping[str, Any]) -> Any:
 
 
 def _targets(targets: Mapping[str, Any]) -> Any:
-    made = output.table("target", "wanted", "measured", "met", title="targets")
+    made = _named("target", "wanted", "measured", "at", "met", title="targets")
     for name, t in targets.items():
         wanted = f">= {t['at_least']:g}" if t["at_least"] is not None else f"<= {t['at_most']:g}"
         said = interval({"value": t["figure"], "low": t.get("low"), "high": t.get("high")}, 3)
         met = "yes" if t["met"] else "no" if t["met"] is False else "not known"
-        made.add_row(name, wanted, said, met, style="" if t["met"] else "bold red" if t["met"] is False else "yellow")
+        colour = "" if t["met"] else "bold red" if t["met"] is False else "yellow"
+        made.add_row(name, wanted, said, conditions(t), met, style=colour)
     return made

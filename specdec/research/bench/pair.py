@@ -147,27 +147,34 @@ def items(pair: Pair, data: DataChoice, scenario: Scenario) -> list[Item]:
     if scenario.context is None:
         rows = encode_texts(chosen, pair.tokenizer, pair.target, data.longest)
     else:
-        rows = long_rows(chosen, pair.tokenizer, scenario.context)
+        everything = load_prompts(data.dataset, data.categories)
+        rows = long_rows(chosen, everything, pair.tokenizer, scenario.context)
     named = [(prompt.id, tuple(row)) for prompt, row in zip(chosen, rows, strict=True)]
     named.sort(key=lambda entry: -len(entry[1]))
     groups = [named[i : i + scenario.batch] for i in range(0, len(named), scenario.batch)]
     return [Item(tuple(n for n, _ in group), tuple(r for _, r in group)) for group in groups]
 
 
-def long_rows(chosen: Sequence[Prompt], tokenizer: Any, length: int) -> list[list[int]]:
-    """For every prompt, a row of `length` ids: texts of the set one after another, this prompt's last. Raises
-    SpecdecError for sets that are too short."""
-    encoded = [tokenizer(p.text + "\n\n", add_special_tokens=False)["input_ids"] for p in chosen]
+def long_rows(chosen: Sequence[Prompt], others: Sequence[Prompt], tokenizer: Any, length: int) -> list[list[int]]:
+    """For every prompt, a row of `length` ids: other texts of the set, each prompt beginning elsewhere in it, and the
+    prompt last. Raises SpecdecError for a set that is too short."""
     rows = []
-    for i in range(len(chosen)):
-        order = encoded[i + 1 :] + encoded[: i + 1]
-        ids = [token for text in order for token in text]
-        while 0 < len(ids) < length:
-            ids = ids + ids
+    for i, prompt in enumerate(chosen):
+        start = i * len(others) // len(chosen)
+        ids = _encoded(prompt, tokenizer)
+        for other in [p for p in (*others[start:], *others[:start]) if p.id != prompt.id]:
+            if len(ids) >= length:
+                break
+            ids = _encoded(other, tokenizer) + ids
+        if len(ids) < length:
+            raise SpecdecError(f"data: the prompts have {len(ids)} tokens together, fewer than the context of {length}")
         rows.append(ids[-length:])
-    if not all(rows):
-        raise SpecdecError("data: a prompt without tokens cannot fill a context")
     return rows
+
+
+def _encoded(prompt: Prompt, tokenizer: Any) -> list[int]:
+    ids: list[int] = tokenizer(prompt.text + "\n\n", add_special_tokens=False)["input_ids"]
+    return ids
 
 
 def sampled(generate: Mapping[str, Any]) -> bool:

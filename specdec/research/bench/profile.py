@@ -19,6 +19,7 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from specdec.errors import SpecdecError
 from specdec.research.bench.contenders.own import Own
 from specdec.research.bench.passes import synchronise
 
@@ -48,7 +49,9 @@ def profile_rounds(
         with marked(decoder, call.engine), profile(activities=activities) as found, record_function(SPAN):
             looked = sum(1 for _ in zip(range(rounds), running, strict=False))
             synchronise(device)
-    return {"rounds": looked, "after": seen, **table(events(found), max(1, looked), on_gpu)}
+    if not looked:
+        raise SpecdecError(f"the row ended after {seen} rounds, before those to be profiled")
+    return {"rounds": looked, "after": seen, **table(events(found), looked, on_gpu)}
 
 
 @contextmanager

@@ -86,7 +86,7 @@ def _theory(name: str, scenario: Mapping[str, Any]) -> str:
 def _passes(passes: Mapping[str, Any]) -> str:
     heads = ("single passes", "pass", "ms", "GB/s", ": weights read once")
     rows = [
-        [name, which, f"{row['ms']:.2f} ({row['min']:.2f}-{row['max']:.2f})", f"{row['bytes_per_second'] / 1e9:.0f}",
+        [name, which, f"{row['ms']:.2f} ({row['min']:.2f}-{row['max']:.2f})", f"{row['bytes_per_second'] / 1e9:.1f}",
          figure(row["times_read_once"])]
         for name, table in passes.items() if "error" not in table
         for which, row in table.items()
@@ -112,8 +112,15 @@ def _targets(targets: Mapping[str, Any]) -> str:
         wanted = f"at least {t['at_least']:g}" if t["at_least"] is not None else f"at most {t['at_most']:g}"
         said = interval({"value": t["figure"], "low": t.get("low"), "high": t.get("high")}, 2)
         met = "yes" if t["met"] else "no" if t["met"] is False else f"not known: {t['reason']}"
-        rows.append([name, wanted, said, met])
-    return markdown(("target", "wanted", "measured", "met"), rows) if rows else ""
+        rows.append([name, wanted, said, conditions(t), met])
+    return markdown(("target", "wanted", "measured", "at", "met"), rows) if rows else ""
+
+
+def conditions(target: Mapping[str, Any]) -> str:
+    """The cost ratio and acceptance of a target's figure."""
+    if "c" not in target:
+        return "-"
+    return f"c {target['c']:.3f}, acceptance {figure(target['acceptance'])}"
 
 
 def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

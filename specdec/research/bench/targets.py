@@ -23,8 +23,23 @@ def _judged(result: Mapping[str, Any], target: Target) -> dict[str, Any]:
     except SpecdecError as error:
         return {"figure": None, "met": None, "reason": str(error)}
     met = found.value >= target.at_least if target.at_least is not None else found.value <= target.at_most
-    made = {"figure": found.value, "low": found.low, "high": found.high, "met": met}
+    made = {
+        "figure": found.value,
+        "low": found.low,
+        "high": found.high,
+        "met": met,
+        **_conditions(result, target.value),
+    }
     return made if over is None else {**made, "over": over}
+
+
+def _conditions(result: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """The cost ratio and the acceptance under which a drafting contender's figure was measured: no figure without."""
+    part, *rest = path.split(SEPARATOR)
+    entry = result["scenarios"][rest[0]]["contenders"][rest[1]] if part == "scenarios" else {}
+    if not entry.get("draft_length") or "theory" not in entry:
+        return {}
+    return {"c": entry["theory"]["c"], "acceptance": entry["acceptance"]["tested"]}
 
 
 def _figure(result: Mapping[str, Any], target: Target) -> tuple[Any, str | None]:

@@ -59,15 +59,14 @@ class Economize(Contender):
         rows = [torch.tensor(list(p), device=self.pair.device) for p in prompts]
         results = self.model.decode_batch(rows, max_new_tokens, stop=None if ignore_eos else self.pair.eos or None)
         cycles = [cycle for result in results for cycle in result.acceptance]
-        figures = {}
-        if cycles:
-            figures = {
-                "drafted_rounds": sum(drafted > 0 for drafted, _ in cycles),
-                "draft_tokens": sum(drafted for drafted, _ in cycles),
-                "accepted_tokens": sum(accepted for _, accepted in cycles),
-                "rounds": len(cycles),
-                "generated_tokens": sum(len(result.tokens) for result in results),
-            }
+        made, accepted = sum(len(result.tokens) for result in results), sum(accepted for _, accepted in cycles)
+        figures = {
+            "drafted_rounds": sum(drafted > 0 for drafted, _ in cycles),
+            "draft_tokens": sum(drafted for drafted, _ in cycles),
+            "accepted_tokens": accepted,
+            "rounds": made - accepted,  # its log has no entry for a cycle without a draft
+            "generated_tokens": made,
+        }
         return Output([result.tokens.tolist() for result in results], figures)
 
     def _attach(self) -> Any:
