@@ -120,6 +120,7 @@ def test_every_contender_has_its_figures_or_its_reason(result: dict[str, Any]) -
         assert one[name]["tokens_per_second"]["low"] <= one[name]["tokens_per_second"]["value"]
         assert one[name]["equality"]["equal"] == one[name]["equality"]["rows"] == 2
         assert one[name]["warm_up_s"] > 0
+    assert one["hf-kept"]["compile"]["target"]["mode"] == "eager"  # transformers compiles on a GPU only
     two = result["scenarios"]["two"]["contenders"]
     assert two["hf-assisted"] == {"skipped": "transformers assists one row at a time"}
     assert two["hf"]["equality"]["equal"] == 2

@@ -60,10 +60,17 @@ class Pair:
         return Pair(target.eval(), draft.to(device, dtype).eval(), loaded.tokenizer, device, dtype)
 
     def decoder(self, compile: str, draft_compile: str | None, exact: Any) -> SpeculativeDecoder:
-        """The decoder of these settings; contenders that differ in their strategies alone share it."""
+        """The decoder of these settings; contenders that differ in their strategies alone share it.
+
+        Models are tested once, eagerly: each decoder's own self-test would compile passes that no run needs.
+        """
         key = (compile, draft_compile or compile, exact)
         if key not in self.decoders:
-            made = SpeculativeDecoder(self.target, self.draft, self.tokenizer, compile=compile, exact=exact)
+            if not self.decoders:
+                SpeculativeDecoder(self.target, self.draft, self.tokenizer)
+            made = SpeculativeDecoder(
+                self.target, self.draft, self.tokenizer, compile=compile, exact=exact, check=False
+            )  # fmt: skip
             if key[1] != compile:
                 made.draft = Runner(self.draft, None, key[1])
             self.decoders[key] = made

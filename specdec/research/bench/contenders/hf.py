@@ -65,7 +65,11 @@ class Transformers(Contender):
                 **self._cache(len(prompts), ids.shape[1], max_new_tokens), **self.options.generate,
             )  # fmt: skip
         rows = out[:, ids.shape[1] :].tolist()
-        return Output([until_end(row, eos) for row in rows])
+        wanted = self.options.cache is not None and self.options.compile
+        compiled = wanted and getattr(self.pair.target, "_compiled_call", None) is not None
+        # Whether transformers compiled is its own choice; a baseline must say it.
+        report = {"target": {"mode": "compiled" if compiled else "eager", "captured": 0}}
+        return Output([until_end(row, eos) for row in rows], {"compile": report})
 
     def _cache(self, batch: int, prompt: int, new: int) -> dict[str, Any]:
         if self.options.cache is None:
