@@ -82,6 +82,7 @@ class _Run:
     def all(self) -> None:
         """Passes, then the scenarios in the config's order, each with its profile."""
         self._passes()
+        self._finish()
         profiled = self.config.profile.scenario if self.config.profile else None
         for name in self.config.scenarios:
             self._scenario(name)
@@ -89,7 +90,6 @@ class _Run:
                 self._profiles(name)
                 profiled = ""  # one scenario has the profile
             self._finish()
-        self._finish()
 
     def _finish(self) -> None:
         self.result["targets"] = judge(self.result, self.config.targets)
