@@ -1,6 +1,7 @@
 """Write the blocks of results in the documents from the JSON documents in results/.
 
     specdec bench --smoke --out results/bench_smoke_cpu.json     # README.md
+    specdec bench configs/NAME.yaml --out results/NAME.json      # README.md and docs/benchmarks.md, NAME in BENCHMARKS
     scripts/run_exactness.sh MODEL results                       # docs/exactness.md, on a GPU
     python scripts/measure_laws.py --out results/laws.json                 # docs/losslessness.md
     python scripts/measure_ngrams.py WHAT --out results/ngram_WHAT.json    # docs/ngram.md, cost and acceptance
@@ -19,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from specdec.research.bench import report
 from specdec.research.exactness import PARTS
 from specdec.research.exactness_summary import RunRow, rows
 from specdec.research.ngram_report import acceptance_block, cost_block, table
@@ -40,6 +42,8 @@ NGRAM_BLOCKS = {
 ABLATION, ABLATION_RESULTS = ROOT / "docs" / "ablation.md", ROOT / "results" / "ablation_overhead.json"
 SPEED = ROOT / "docs" / "speed.md"
 SPEED_RESULTS = ROOT / "results" / "graphs_h100.json"
+BENCHMARKS = [ROOT / "results" / f"{name}.json" for name in ("bench_h100", "bench_cpu")]
+BENCHMARK = ROOT / "docs" / "benchmarks.md"
 START, END = "<!-- results:start -->", "<!-- results:end -->"
 TITLES = {
     "smollm2-135m": "SmolLM2-135M-Instruct, `prompt-lookup`",
@@ -202,8 +206,11 @@ def documents() -> dict[Path, str]:
     """Every document with results, as it must read."""
     found = [json.loads(path.read_text(encoding="utf-8")) for path in EXACTNESS_RESULTS if path.is_file()]
     made = {EXACTNESS: exactness_block(found)}
+    benchmarks = [json.loads(path.read_text(encoding="utf-8")) for path in BENCHMARKS if path.is_file()]
+    made[BENCHMARK] = report.blocks(benchmarks)
     if RESULTS.is_file():
-        made[README] = block(json.loads(RESULTS.read_text(encoding="utf-8")))
+        smoke = block(json.loads(RESULTS.read_text(encoding="utf-8")))
+        made[README] = "\n\n".join(part for part in (smoke, report.headline(benchmarks)) if part)
     if LAWS_RESULTS.is_file():
         made[LAWS] = laws_block(json.loads(LAWS_RESULTS.read_text(encoding="utf-8")))
     made[ANALYSIS] = what_if_block([json.loads(path.read_text(encoding="utf-8")) for path in WHAT_IF_RESULTS])

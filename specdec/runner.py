@@ -18,7 +18,7 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from specdec.graphs import (
     CudaRecorder,
     Graphs,
     I,
+    Key,
     PassInputs,
     PassKey,
     PassResult,
@@ -177,9 +178,7 @@ class Runner:
         """A pass over all rows, replayed where it can be."""
         return self.run(cache, key, key, inputs, lambda given: self.compute(cache, key, given))
 
-    def run(
-        self, cache: RaggedCache, key: NamedTuple, widest: PassKey, inputs: I, program: Callable[[I], R]
-    ) -> R:
+    def run(self, cache: RaggedCache, key: Key, widest: PassKey, inputs: I, program: Callable[[I], R]) -> R:
         """Run a program around passes over `cache`, of which `widest` is the widest; replayed where it can be. `key`
         names everything that the program depends on beside its inputs."""
         if self.graphs is None or cache.graphs is None or widest.width > GRAPH_WIDTH:

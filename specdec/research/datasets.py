@@ -16,8 +16,10 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from specdec.errors import SpecdecError
+from specdec.prompts import encode_prompts
 from specdec.texts import parse_json
 
 DATA = Path(__file__).parent / "data"
@@ -70,6 +72,18 @@ def load_prompts(
     if categories is not None:
         prompts = _select(name, prompts, [categories] if isinstance(categories, str) else list(categories))
     return prompts if limit is None else _sample(prompts, limit, seed)
+
+
+def encode_texts(prompts: Sequence[Prompt], tokenizer: Any, model: Any, longest: int) -> list[list[int]]:
+    """Ids of the prompts, through the chat template if there is one; texts of more than `longest` tokens are cut."""
+    texts = []
+    for prompt in prompts:
+        ids = tokenizer(prompt.text, add_special_tokens=False)["input_ids"]
+        texts.append(prompt.text if len(ids) <= longest else tokenizer.decode(ids[:longest]))
+    chats: list[Any] = texts
+    if getattr(tokenizer, "chat_template", None):
+        chats = [[{"role": "user", "content": text}] for text in texts]
+    return encode_prompts(chats, tokenizer, model.config.vocab_size, model.config.max_position_embeddings)
 
 
 def _locate(name_or_path: str | Path) -> tuple[str, Path]:
