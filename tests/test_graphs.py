@@ -76,7 +76,8 @@ def test_passes_of_replayed_programs_are_counted_as_those_of_others() -> None:
         with DraftPasses(dec.draft) as watched:
             out = dec.generate(PROMPTS, 12, strategies=[specdec.DraftModel(n_max=3)])
         counted.append(watched.count)
-    assert counted[1] == 3 * out.stats.counters["draft-model"].n_call_draft >= counted[0] > 0
+    calls = out.stats.counters["draft-model"].n_call_draft
+    assert calls < counted[0] <= counted[1] <= 3 * calls
 
 
 def test_what_a_program_depends_on_makes_another_program() -> None:

@@ -32,6 +32,9 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
+PROGRAM_STEPS = (1, 2, 3, 5, 8, 12, 16, 24, 32, 48, 64)
+
+
 @dataclass
 class DraftModel(BaseDrafter):
     """Parameters that are None take the preset's value, or the default. Raises SpecdecError for bad ones."""
@@ -121,8 +124,9 @@ class DraftModel(BaseDrafter):
         if self.makes_trees:
             trees = Growth(self, [r for r, _ in work], [n for _, n in work]).grow()
             return [trees.get(r.row, Draft()) for r in requests]
-        # Where steps are recorded as one program, one length serves all rounds: what is too long is cut.
-        k = depth if self._core.runner.graphs is not None else max(n for _, n in work)
+        k = max(n for _, n in work)
+        if self._core.runner.graphs is not None:  # few lengths are few programs: what is too long is cut
+            k = min(depth, next((steps for steps in PROGRAM_STEPS if steps >= k), k))
         stops = Stops(self.p_min or 0.0, self.n_min or 0, self.top_n)
         proposal = self._core.propose([r for r, _ in work], k, stops, self._context.vocab_size)
         drafts = {r.row: proposal.draft(r.row, n, self.name) for r, n in work}
