@@ -14,9 +14,11 @@ import torch
 from specdec.acceptance import find_rule
 from specdec.config import UNSET, GenerationSettings, as_list, check_exact
 from specdec.contract import check_processors
+from specdec.costs import as_costs, costs_for
 from specdec.drafters import make_drafters
 from specdec.drafters.base import DraftContext
 from specdec.drafters.chain import Chain, build_chain, upstream_order
+from specdec.drafters.length import LengthController, automatic, unlimited
 from specdec.engine import Engine
 from specdec.errors import SpecdecError
 from specdec.graphs import check_compile
@@ -39,7 +41,8 @@ class SpeculativeDecoder:
     texts; draft_tokenizer: the draft's, None = the same; strategies: names or configured drafters in priority order,
     None = `draft-model` with a draft and `prompt-lookup` without, [] = plain decoding; attn_implementation: None =
     specdec's own, or "sdpa" / "eager"; exact: True, False or "auto" (docs/exactness.md); compile: "off", "graph",
-    "inductor", "max", or "auto" = "graph" on a GPU (docs/speed.md).
+    "inductor", "max", or "auto" = "graph" on a GPU (docs/speed.md); costs: a `specdec.CostTable` or its file, for
+    automatic draft length, None = nominal (docs/automatic_length.md).
 
     Raises SpecdecError for a pair that cannot work and for a model whose ragged pass is not its plain pass.
     """
@@ -56,9 +59,12 @@ class SpeculativeDecoder:
         exact: Any = "auto",
         compile: str = "off",
         check: bool = True,
+        costs: Any = None,
     ):
         check_exact(exact)
         check_compile(compile)
+        self.costs = as_costs(costs)
+        self.default_chain = strategies is None
         self.strategies = make_drafters(strategies, draft_model is not None)
         for model, role in ((target_model, "target"), (draft_model, "draft")):
             if model is not None or role == "target":
@@ -83,7 +89,7 @@ class SpeculativeDecoder:
         cls, target: str | Path, draft: str | Path | None = None, strategies: Any = None, **options: Any
     ) -> SpeculativeDecoder:
         """Load a pair by hub id, folder or GGUF file; options are those of `specdec.load_pair` and of this class."""
-        own = {name: options.pop(name) for name in ("exact", "compile", "check") if name in options}
+        own = {name: options.pop(name) for name in ("exact", "compile", "check", "costs") if name in options}
         check_exact(own.get("exact", "auto"))
         check_compile(own.get("compile", "off"))
         drafters = make_drafters(strategies, draft is not None)
@@ -108,9 +114,7 @@ class SpeculativeDecoder:
 
     # -- public calls --------------------------------------------------------------------------------------------
 
-    def generate(
-        self, prompts: Any, max_new_tokens: int = 128, strategies: Any = UNSET, **options: Any
-    ) -> Generation:
+    def generate(self, prompts: Any, max_new_tokens: int = 128, strategies: Any = UNSET, **options: Any) -> Generation:
         """Generate for one prompt or many. Options: `specdec.GenerationSettings`, field by field, and every processor
         field of transformers' GenerationConfig by its own name.
 
@@ -126,9 +130,7 @@ class SpeculativeDecoder:
                 call.interrupt()
         return call.result()
 
-    def stream(
-        self, prompt: Any, max_new_tokens: int = 128, strategies: Any = UNSET, **options: Any
-    ) -> Iterator[str]:
+    def stream(self, prompt: Any, max_new_tokens: int = 128, strategies: Any = UNSET, **options: Any) -> Iterator[str]:
         """The text of one prompt, piece by piece; joined pieces equal `generate(...).texts[0]`."""
         if self.tokenizer is None:
             raise SpecdecError("stream needs a tokenizer: pass tokenizer=... when the decoder is built")
@@ -176,7 +178,8 @@ class SpeculativeDecoder:
         if settings.order == "upstream":
             drafters = upstream_order(drafters)
         encoded = encode_prompts(prompts, self.tokenizer, self.target.vocab_size, self.target.context)
-        return Call(self, settings, drafters, encoded)
+        default = self.default_chain if strategies is UNSET else strategies is None
+        return Call(self, settings, drafters, encoded, default)
 
     def resolve_exact(self, choice: Any, drafters: Sequence[Any] = ()) -> bool:
         """Whether a call runs with fixed shapes; `auto` = dense half-precision models on a GPU, and chains only."""
@@ -221,12 +224,17 @@ class Call:
 
     def __init__(
         self, decoder: SpeculativeDecoder, settings: GenerationSettings, drafters: Sequence[Any],
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Sequence[int]], default_chain: bool = False,
     ):  # fmt: skip
         self.decoder, self.drafters, self.record, self.top = decoder, drafters, False, 0
         self.rule = find_rule(settings.acceptance)
         self.exact = decoder.resolve_exact(settings.exact, drafters)
         self.settings = settings = replace(settings, seed=_fresh_seed(settings.seed))
+        self.automatic = automatic(drafters, settings.draft_length, default_chain)
+        self.costs = None
+        if any(self.automatic):
+            given = as_costs(settings.costs) or decoder.costs
+            self.costs = costs_for(drafters, self.automatic, given, decoder.target, decoder.draft)
         stops = self._stop_rules()
         keys = _row_keys(settings, len(prompts))
         n = settings.num_return_sequences
@@ -279,7 +287,12 @@ class Call:
             decoder.reader, dict(zip(previous.labels, previous.drafters, strict=True)) if previous else {},
             shapes.verify_width - 1,
         )  # fmt: skip
-        chain = build_chain(self.drafters, context)
+        longest = shapes.verify_width - 1
+        drafters = [unlimited(d, longest) if a else d for d, a in zip(self.drafters, self.automatic, strict=True)]
+        chain = build_chain(drafters, context)
+        if self.costs is not None:
+            free = self.sampling.greedy or self.rule.proposal != "sample"  # the text does not depend on drafts
+            chain.lengths = LengthController(chain.drafters, self.automatic, self.costs, shapes, self.batch, free)
         # A tree's nodes lie side by side in slots that a chain of the same depth would not need.
         spare = shapes.verify_width if tree_makers(self.drafters) else 0
         self.reads_before = decoder.reader.count
@@ -355,6 +368,8 @@ class Call:
             "seed": self.settings.seed,
             "settings": {**self.settings.to_dict(), "acceptance": self.rule.name},
             "strategies": [{"name": d.name, **getattr(d, "parameters", dict)()} for d in self.drafters],
+            "draft_length": ["auto" if a else "given" for a in self.automatic],
+            "costs": None if self.costs is None else self.costs.to_dict(),
             "exact": self.exact,
             "compile": {role: r.compile_report(self.recorded_before[role]) for role, r in decoder._runners().items()},
             "batch": self.batch,
