@@ -106,6 +106,7 @@ class Chain:
             self.lengths.open(requests)
             for r in requests:  # a strategy that is passed over has no round to answer for
                 self.winner.pop(r.row, None)
+                self.drafted.pop(r.row, None)
         for index, (drafter, label) in enumerate(zip(self.drafters, self.labels, strict=True)):
             if not waiting:
                 break

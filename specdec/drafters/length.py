@@ -12,66 +12,58 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
+
+import numpy as np
 
 from specdec.costs import CostTable
 from specdec.drafters.base import Draft, Drafter, DraftRequest, RowDrafter
 from specdec.runner import Shapes
 
 # Chosen on continuations of HumanEval and GSM8K prompts and on made-up sequences, which no published figure uses.
-_STREAKS = (0, 1, 2, 3, 3, 4, 4, 4, 4, 5)  # the place in a table for a streak of 0, 1, ..., 9 or more
-_PRIOR_FREE = (0.25, 0.5, 0.65, 0.75, 0.8, 0.9)
-_PRIOR_MODEL = (0.6, 0.65, 0.7, 0.75, 0.8, 0.85)
+_LONGEST_STREAK = 9  # longer ones are taken for this
+_PLACES = np.array([0, 1, 2, 3, 3, 4, 4, 4, 4] + [5] * 600)  # in a table by streak
+_PRIOR_FREE = np.array([0.25, 0.5, 0.65, 0.75, 0.8, 0.9])
+_PRIOR_MODEL = np.array([0.6, 0.65, 0.7, 0.75, 0.8, 0.85])
 _PRIOR_WEIGHT = 10.0  # guesses
 _MEMORY = 0.98  # of a guess, after each further one
 _ADVANCE = 0.02  # of the plain time to the row's limit, that may be spent before anything was gained
 _SHARE = 0.01  # of every token's plain time, that may be spent
 _FIRST_RETRY = 8  # rounds
+_CONTEXT_STEP = 128  # tokens: costs are looked up at its multiples
 _CHEAP = 0.01  # of a plain round: what asking a silent strategy may cost on average
 
 
 @dataclass
 class Acceptance:
-    """How often a strategy guesses right in one row, by its streak: Beta estimates that forget."""
+    """How often a strategy guesses right in one row, by its streak: Beta estimates that forget. prior: float64 [6]."""
 
-    prior: Sequence[float]
+    prior: np.ndarray
     streak: int = 0
-    right: list[float] = field(init=False)  # what the guesses add to the prior, by streak
-    tested: list[float] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.right = [0.0] * len(self.prior)
-        self.tested = [0.0] * len(self.prior)
+        self.right = np.zeros(len(self.prior))  # what the guesses add to the prior
+        self.tested = np.zeros(len(self.prior))
 
     def learn(self, right: int, wrong: bool) -> None:
         """`right` tested tokens stood; `wrong`: then one was tested that did not."""
         for is_right in [True] * right + [False] * wrong:
-            place = _place(self.streak)
-            self.right = [_MEMORY * n for n in self.right]
-            self.tested = [_MEMORY * n for n in self.tested]
+            place = _PLACES[min(self.streak, _LONGEST_STREAK)]
+            self.right *= _MEMORY
+            self.tested *= _MEMORY
             self.right[place] += is_right
             self.tested[place] += 1.0
             self.streak = self.streak + 1 if is_right else 0
 
-    def rate(self, streak: int) -> float:
-        """Probability that the next token is right after `streak` right ones."""
-        place = _place(streak)
-        known = self.prior[place] * _PRIOR_WEIGHT + self.right[place]
-        return known / (_PRIOR_WEIGHT + self.tested[place])
-
-    def expected(self, longest: int) -> list[float]:
-        """Expected tokens of a round with 0..longest drafted tokens, the one that follows included."""
-        survival, tokens = 1.0, [1.0]
-        for i in range(longest):
-            survival *= self.rate(self.streak + i)
-            tokens.append(tokens[-1] + survival)
-        return tokens
-
-
-def _place(streak: int) -> int:
-    return _STREAKS[min(streak, len(_STREAKS) - 1)]
+    def expected(self, longest: int) -> np.ndarray:
+        """Expected tokens of a round with 0..longest drafted tokens, the one that follows included; float64."""
+        rates = (self.prior * _PRIOR_WEIGHT + self.right) / (_PRIOR_WEIGHT + self.tested)
+        start = min(self.streak, _LONGEST_STREAK)
+        tokens = np.ones(longest + 1)
+        np.cumprod(rates[_PLACES[start : start + longest]], out=tokens[1:])
+        return np.cumsum(tokens)
 
 
 @dataclass
@@ -139,7 +131,7 @@ class LengthController:
         self.credit: dict[int, float] = {}
         self.asked: dict[int, int] = {}  # row -> tokens to verify, in the open round
         self.rounds: dict[int, _Round] = {}  # row -> its open round
-        self.seconds = lru_cache(maxsize=1024)(self._seconds)
+        self.passes = lru_cache(maxsize=64)(self._passes)
 
     # -- what the chain calls ------------------------------------------------------------------------------------
 
@@ -190,7 +182,7 @@ class LengthController:
             draft = draft.first(self.asked[request.row])
         n = len(draft) if self.free[index] else self.asked[request.row]
         if len(draft) > 0:
-            now.tokens += known.acceptance.expected(n)[n] - 1.0
+            now.tokens += float(known.acceptance.expected(n)[n]) - 1.0
             now.longest = max(now.longest, n)
         return draft
 
@@ -215,26 +207,22 @@ class LengthController:
     def _choose(self, index: int, rows: Sequence[DraftRequest]) -> int:
         """The k in 0..longest with the most expected tokens a second that the rows' credit allows."""
         now = self.rounds[rows[0].row]
-        plain = self.seconds(now.context, 1)
-        credit = sum(self.credit[row] for row in now.rows) / len(now.rows)
-        others = len(now.rows) - len(rows) + now.tokens
         known = [self._row(index, r.row) for r in rows]
         limits = [min(r.n_max, self.longest) for r in rows]
-        expected = [known_row.acceptance.expected(n) for known_row, n in zip(known, limits, strict=True)]
-        best, hope = 0, False
-        rate = bar = (others + len(rows)) / self._spent(index, rows, 0)
-        for k in range(1, max(limits) + 1):
-            seconds = self._spent(index, rows, k)
-            if seconds / plain - 1.0 > credit:
-                break
-            tokens = others + sum(e[min(k, n)] for e, n in zip(expected, limits, strict=True))
-            reading = self._reading(index, rows) * tokens / len(now.rows)
-            if tokens / (seconds + reading) > rate:
-                best, rate = k, tokens / (seconds + reading)
-            hope = hope or (others + len(rows) * (k + 1)) / (seconds + reading) > bar
-        if self.free[index] or best:
+        k = np.arange(max(limits) + 1)
+        seconds = self._spent(index, rows, k)
+        tokens = np.full(len(k), len(now.rows) - len(rows) + now.tokens)
+        for row, limit in zip(known, limits, strict=True):
+            tokens += row.acceptance.expected(limit)[np.minimum(k, limit)]
+        reading = self._reading(index, rows)
+        rates = tokens / (seconds + (k > 0) * reading * tokens / len(now.rows))
+        credit = sum(self.credit[row] for row in now.rows) / len(now.rows)
+        affordable = (k == 0) | (seconds / self.seconds(now.context, 1) - 1.0 <= credit)
+        best = int(np.where(affordable, rates, 0.0).argmax())
+        if self.free[index] or best or len(k) == 1 or not affordable[1]:
             return best
-        return 1 if hope and self._due(known) else 0
+        if_right = (tokens[0] + len(rows) * k) / (seconds + (k > 0) * reading)
+        return 1 if if_right.max() > rates[0] and self._due(known) else 0
 
     def _due(self, known: Sequence[_RowOf]) -> bool:
         """Whether a strategy that costs a pass is to be tried again, although it does not look worth it."""
@@ -263,26 +251,28 @@ class LengthController:
         """Book the drafting of k tokens."""
         if k == 0:
             return
-        self.rounds[rows[0].row].drafting += self._drafting(index, rows, k)
+        self.rounds[rows[0].row].drafting += float(self._drafting(index, rows, np.array([k]))[0])
         for r in rows:
             known = self._row(index, r.row)
             known.silent, known.read = 0, r.position + 1
 
-    def _spent(self, index: int, rows: Sequence[DraftRequest], k: int) -> float:
-        """Seconds of the round if strategy `index` drafts k tokens for `rows`."""
+    def _spent(self, index: int, rows: Sequence[DraftRequest], k: np.ndarray) -> np.ndarray:
+        """Seconds of the round if strategy `index` drafts k tokens for `rows`, for every k [n]."""
         now = self.rounds[rows[0].row]
-        drafting = self._drafting(index, rows, k) if k else 0.0
-        return self.seconds(now.context, 1 + max(now.longest, k)) + now.drafting + drafting
+        width = 1 + np.maximum(k, now.longest)
+        return self._rounds(now.context)[width] + now.drafting + self._drafting(index, rows, k)
 
-    def _drafting(self, index: int, rows: Sequence[DraftRequest], k: int) -> float:
+    def _drafting(self, index: int, rows: Sequence[DraftRequest], k: np.ndarray) -> np.ndarray:
+        """Seconds of drafting k tokens, for every k [n]. Of a text that a draft model has never seen, see _reading."""
         if self.free[index]:
-            return self.costs.call(self.names[index]) * len(rows)
+            return (k > 0) * self.costs.call(self.names[index]) * len(rows)
         if self.costs.draft is None or self.names[index] != "draft-model":
-            return 0.0
-        # Of a text that the draft model has never seen, see _reading.
-        behind = [r.position + 1 - self._row(index, r.row).read if self._row(index, r.row).read else 1 for r in rows]
+            return np.zeros(len(k))
+        read = [(r.position + 1, self._row(index, r.row).read) for r in rows]
+        behind = max(size - known if known else 1 for size, known in read)
         context = self.rounds[rows[0].row].context
-        return self._draft_pass(context, max(behind)) + (k - 1) * self._draft_pass(context, 1)
+        first, step = (self._draft_pass(context, width) for width in (behind, 1))
+        return (k > 0) * (first + (k - 1) * step)
 
     def _reading(self, index: int, rows: Sequence[DraftRequest]) -> float:
         """Seconds that a draft model takes for prompts it has not read, spread over the tokens these rows may emit."""
@@ -294,9 +284,18 @@ class LengthController:
     def _draft_pass(self, context: int, width: int) -> float:
         return self.costs.seconds("draft", self.batch, context, width)
 
-    def _seconds(self, context: int, width: int) -> float:
+    def seconds(self, context: int, width: int) -> float:
         """A round without its drafting, whose pass feeds `width` tokens to each row."""
-        return self.costs.seconds("target", self.batch, context, self.shapes.width(width)) + self.costs.round
+        return float(self._rounds(context)[width])
+
+    def _rounds(self, context: int) -> np.ndarray:
+        """Such rounds by width, 0 included."""
+        return self.passes(context // _CONTEXT_STEP)
+
+    def _passes(self, step: int) -> np.ndarray:
+        widths = [self.shapes.width(w) for w in range(self.longest + 2)]
+        target = [self.costs.seconds("target", self.batch, step * _CONTEXT_STEP, w) for w in widths]
+        return np.array(target) + self.costs.round
 
     # -- rows ----------------------------------------------------------------------------------------------------
 
