@@ -7,9 +7,9 @@
 `run` measures the cost table once, keeps it in the result, and decodes every prompt plainly and with every strategy,
 in turns whose order rotates; seconds are wall-clock time of whole calls, prefill included. Prompts go round the
 categories, so that a run that is stopped (--budget seconds, or Ctrl-C) is as balanced as a whole one; started again
-with the same --out it goes on. `simulate` replays the strategies on the kept greedy texts of Spec-Bench prompts and adds up the
-table's seconds, prefill left out; --costs takes the file of a measured table or of a result of `run`, the default is
-the nominal table.
+with the same --out it goes on. `simulate` replays the strategies on the kept greedy texts of Spec-Bench prompts and
+adds up the table's seconds, prefill left out; --costs takes the file of a measured table or of a result of `run`, the
+default is the nominal table.
 """
 
 from __future__ import annotations

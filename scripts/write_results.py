@@ -192,14 +192,12 @@ def ablation_block(result: dict[str, Any]) -> str:
 def length_block(result: dict[str, Any]) -> str:
     """Speed over plain decoding by strategy and category, each with its interval."""
     machine, costs = result["machine"], result["costs"]
-    if result["kind"] == "simulated":
-        how = f"Simulated on the kept greedy texts of SmolLM2-135M with {costs['source']} costs, prefill left out"
-    else:
-        how = f"Measured on {machine['processor']}, {machine['threads']} threads; whole calls with prefill; measured costs; "
-        how += "SmolLM2-135M in float32"
+    how = f"Simulated on the kept greedy texts of SmolLM2-135M with {costs['source']} costs, prefill left out"
+    if result["kind"] == "run":
+        how = f"Measured on {machine['processor']}, {machine['threads']} threads, SmolLM2-135M in float32: whole calls"
     head = (
-        f"{how}; batch 1, greedy, {result['new_tokens']} new tokens, `draft_length=\"auto\"`, {result['date']}, commit "
-        f"{result['commit']}. Speed over plain decoding and its 95 % interval over the prompts."
+        f"{how}; greedy, batch 1, {result['new_tokens']} new tokens; {result['date']}, commit {result['commit']}. "
+        "Speed over plain decoding with automatic length, and its 95 % interval over the prompts."
     )
     rows = []
     for category, entry in result["summary"].items():
