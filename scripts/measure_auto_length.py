@@ -1,7 +1,7 @@
 """Measure automatic draft length on SmolLM2-135M in float32: every strategy against plain decoding, by category.
 
-    python scripts/measure_auto_length.py run --out results/auto_length_cpu.json            # the model, 25 minutes
-    python scripts/measure_auto_length.py simulate --out results/auto_length_simulated.json # kept texts, no model
+    python scripts/measure_auto_length.py run --budget 1500 --out results/auto_length_cpu.json  # the model, two cores
+    python scripts/measure_auto_length.py simulate --out results/auto_length_simulated.json     # kept texts, one core
     python scripts/write_results.py
 
 `run` measures the cost table once, keeps it in the result, and decodes every prompt plainly and with every strategy,
@@ -48,9 +48,9 @@ def decoder_of(costs: CostTable | None = None) -> specdec.SpeculativeDecoder:
 
 def run(out: Path, strategies: Sequence[str], per_category: int, budget: float) -> None:
     """Measure, and write the result after every prompt."""
-    started = time.monotonic()
     decoder = decoder_of()
     result = _begun(out, decoder, strategies)
+    started = time.monotonic()
     decoder.costs = CostTable.from_dict(result["costs"])
     done = {row["id"] for row in result["rows"]}
     decoder.generate([1] * 64, 8, strategies=[], ignore_eos=True)  # warm up

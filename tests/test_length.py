@@ -153,6 +153,18 @@ def test_a_draft_as_slow_as_its_target_is_never_asked() -> None:
     assert sum(r.drafted for r in run(model, slow, N)[0]) == 0
 
 
+def test_a_prompt_that_costs_a_draft_model_more_to_read_than_the_row_can_gain_is_not_read() -> None:
+    def asked(room: int) -> int:
+        request = DraftRequest(0, np.arange(3000), 3000, room, 3000)
+        controller = LengthController([ScriptedModel([], CPU)], [True], CPU, SHAPES, 1, free=True)
+        controller.open([request])
+        controller.credit[0] = 1e9
+        return controller._choose(0, [request])
+
+    assert asked(8) == 0
+    assert asked(800) > 0
+
+
 # -- never slower ----------------------------------------------------------------------------------------------------
 
 SEQUENCES = {
