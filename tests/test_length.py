@@ -46,7 +46,7 @@ def choice(costs: CostTable, drafter: Any, rates: list[Any], rooms: list[int]) -
 
 
 @given(st.floats(0.02, 0.98), st.floats(0.0, 0.6), st.floats(0.0, 0.3), st.integers(1, 16))
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_with_one_acceptance_for_all_places_the_choice_is_theorys_best_k(
     a: float, draft: float, wide: float, room: int
 ) -> None:
@@ -192,7 +192,7 @@ def test_no_sequence_of_acceptance_takes_longer_than_plain_decoding_may(name: st
 
 
 @given(st.lists(st.booleans(), min_size=40, max_size=120), st.booleans(), st.floats(0.01, 1.5), st.floats(0.01, 1.0))
-@settings(max_examples=80)
+@settings(max_examples=50)
 def test_whatever_is_accepted_and_whatever_passes_cost(
     script: list[bool], model: bool, wide: float, draft: float
 ) -> None:
