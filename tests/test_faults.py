@@ -262,7 +262,7 @@ def test_row_14_the_callers_models_are_as_before(attention: str | None, training
 def test_row_14_an_exception_in_the_middle_of_a_pass_changes_nothing(side: str) -> None:
     """Symptom: a failed call leaves the attention choice or the training flags of the call behind."""
     target, draft = tiny_model("qwen2"), tiny_model("qwen2", seed=1)
-    pair = SpeculativeDecoder(target, draft)
+    pair = SpeculativeDecoder(target, draft, strategies=["draft-model:n_max=5"])
     wanted = pair.generate(PROMPTS, 9).token_ids
     before = snapshot(target, draft)
     layer = {"target": target, "draft": draft}[side].model.layers[1]
