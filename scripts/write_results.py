@@ -7,6 +7,7 @@
     python scripts/measure_ngrams.py WHAT --out results/ngram_WHAT.json    # docs/ngram.md, cost and acceptance
     python scripts/measure_what_if.py WHAT --out results/what_if_WHAT.json # docs/analysis.md
     python scripts/measure_ablation.py --out results/ablation_overhead.json                # docs/ablation.md
+    python scripts/measure_auto_length.py WHAT --out results/auto_length_WHERE.json        # docs/automatic_length.md
     python scripts/measure_graphs.py --out results/graphs_h100.json        # docs/speed.md, on a GPU
     python scripts/write_results.py
 
@@ -40,6 +41,8 @@ NGRAM_BLOCKS = {
     "ngram_acceptance.json": acceptance_block,
 }
 ABLATION, ABLATION_RESULTS = ROOT / "docs" / "ablation.md", ROOT / "results" / "ablation_overhead.json"
+LENGTH = ROOT / "docs" / "automatic_length.md"
+LENGTH_RESULTS = [ROOT / "results" / f"auto_length_{name}.json" for name in ("simulated", "cpu")]
 SPEED = ROOT / "docs" / "speed.md"
 SPEED_RESULTS = ROOT / "results" / "graphs_h100.json"
 BENCHMARKS = [ROOT / "results" / f"{name}.json" for name in ("bench_h100", "bench_cpu")]
@@ -190,6 +193,29 @@ def ablation_block(result: dict[str, Any]) -> str:
     )
 
 
+def length_block(result: dict[str, Any]) -> str:
+    """Speed over plain decoding by strategy and category, each with its interval."""
+    machine, costs = result["machine"], result["costs"]
+    how = f"Simulated on the kept greedy texts of SmolLM2-135M with {costs['source']} costs, prefill left out"
+    if result["kind"] == "run":
+        how = f"Measured on {machine['processor']}, {machine['threads']} threads, SmolLM2-135M in float32: whole calls"
+    head = (
+        f"{how}; greedy, batch 1, {result['new_tokens']} new tokens; {result['date']}, commit {result['commit']}. "
+        "Speed over plain decoding with automatic length, and its 95 % interval over the prompts."
+    )
+    rows = []
+    for category, entry in result["summary"].items():
+        cells = [_speedup(entry["speedups"][name]) for name in result["strategies"]]
+        rows.append([category, str(entry["prompts"]), *cells])
+    return f"{head}\n\n{table(('category', 'prompts', *(f'`{s}`' for s in result['strategies'])), rows)}"
+
+
+def _speedup(entry: dict[str, float | None]) -> str:
+    if entry["low"] is None or entry["high"] is None:
+        return _figure(entry["value"], ".2f")
+    return f"{entry['value']:.2f} ({entry['low']:.2f}-{entry['high']:.2f})"
+
+
 def replaced(text: str, made: str) -> str:
     """A document with its block replaced."""
     before, rest = text.split(START, 1)
@@ -216,6 +242,8 @@ def documents() -> dict[Path, str]:
     made[ANALYSIS] = what_if_block([json.loads(path.read_text(encoding="utf-8")) for path in WHAT_IF_RESULTS])
     if ABLATION_RESULTS.is_file():
         made[ABLATION] = ablation_block(json.loads(ABLATION_RESULTS.read_text(encoding="utf-8")))
+    lengths = [json.loads(path.read_text(encoding="utf-8")) for path in LENGTH_RESULTS if path.is_file()]
+    made[LENGTH] = "\n\n".join(length_block(result) for result in lengths) or "Not measured yet."
     made[SPEED] = "Not measured yet."
     if SPEED_RESULTS.is_file():
         made[SPEED] = speed_block(json.loads(SPEED_RESULTS.read_text(encoding="utf-8")))

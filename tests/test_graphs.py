@@ -40,10 +40,10 @@ def decoder(recorder: type | None = None, kind: str = "llama") -> SpeculativeDec
 
 CALLS = {
     "plain": {"strategies": []},
-    "draft-model": {},
-    "sampled": {"temperature": 0.9, "seed": 3},
+    "draft-model": {"draft_length": "given"},
+    "sampled": {"temperature": 0.9, "seed": 3, "draft_length": "given"},
     "tree": {"strategies": ["draft-model:tree=2x2"], "temperature": 0.9, "seed": 3},
-    "chain of strategies": {"strategies": ["prompt-lookup", "draft-model:p_min=0.2"]},
+    "chain of strategies": {"strategies": ["prompt-lookup", "draft-model:n_max=5:p_min=0.2"]},
 }
 
 

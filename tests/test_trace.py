@@ -24,7 +24,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "leviathan": {"temperature": 0.7},
     "match": {"temperature": 0.7, "acceptance": "match"},
     "coupled": {"temperature": 0.7, "acceptance": "coupled"},
-    "chain": {"temperature": 0.7, "strategies": ["prompt-lookup:ngram_min=1", "draft-model"]},
+    "chain": {"temperature": 0.7, "strategies": ["prompt-lookup:ngram_min=1", "draft-model:n_max=5"]},
     "tree": {"temperature": 0.7, "strategies": [specdec.DraftModel(tree="2x2x1")]},
 }
 

@@ -1,6 +1,7 @@
 """draft-model: a small language model proposes, token by token, for all rows in one batch.
 
-Source: llama.cpp `draft-simple`; Leviathan et al. 2023. Parameters: `n_max` tokens to propose; `p_min`: stop where
+Source: llama.cpp `draft-simple`; Leviathan et al. 2023. Parameters: `n_max` tokens to propose, None = automatic length
+(length.py; 5 where that is off); `p_min`: stop where
 the draft's top probability falls below it (softmax at T = 1 over the whole vocabulary, before processors; with
 `top_n` over the `top_n` best tokens only, as upstream); `n_min`: under argmax proposals a shorter draft is dropped,
 under sampled ones p_min cannot stop before it; `branches` > 1 makes trees of up to so many paths, which split where
@@ -54,6 +55,7 @@ class DraftModel(BaseDrafter):
     def __post_init__(self) -> None:
         if self.preset is not None and self.preset not in PRESETS:
             raise SpecdecError(f"unknown draft-model preset {self.preset!r}; known: {', '.join(PRESETS)}")
+        self._automatic = self.n_max is None and self.n_min is None and self.preset is None and not self.translate
         for name, value in (DEFAULTS | PRESETS.get(self.preset or "", {})).items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
@@ -80,6 +82,11 @@ class DraftModel(BaseDrafter):
                 raise SpecdecError("draft-model: tree fixes the shape: branches, p_min and n_min do not go with it")
         if self.makes_trees and self.translate:
             raise SpecdecError("draft-model: translate=True drafts chains: tree and branches do not go with it")
+
+    @property
+    def automatic(self) -> bool:
+        """Whether nobody gave a length, so that it is chosen."""
+        return self._automatic and not self.makes_trees
 
     @property
     def makes_trees(self) -> bool:
