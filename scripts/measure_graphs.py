@@ -26,6 +26,7 @@ from specdec.attention import MATMUL
 from specdec.fusion import fuse_projections
 from specdec.provenance import device_name
 from specdec.research.bench import origin
+from specdec.research.bench.passes import bandwidth, pass_ms, timed
 from specdec.runner import Runner, Shapes
 
 LLAMA = {
@@ -92,33 +93,6 @@ def main() -> None:
     summary(result)
 
 
-def bandwidth(device: torch.device, size: int) -> float:
-    """Bytes a second that a copy moves, reads and writes counted."""
-    source = torch.empty(size, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2 * size / (timed(lambda: target.copy_(source), device)["median"] / 1e3)
-
-
-def timed(run: Any, device: torch.device, passes: int = 20, repeats: int = REPEATS) -> dict[str, float]:
-    """Milliseconds a pass: median, least and most of `repeats`, each over `passes` in a row."""
-    run()
-    found = []
-    for _ in range(repeats):
-        synchronise(device)
-        started = time.perf_counter()
-        for _ in range(passes):
-            run()
-        synchronise(device)
-        found.append((time.perf_counter() - started) / passes * 1e3)
-    found.sort()
-    return {"median": found[len(found) // 2], "min": found[0], "max": found[-1]}
-
-
-def synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
 def build(shape: dict[str, int], vocab: int, device: torch.device) -> Any:
     heads = shape["hidden_size"] // shape["head_dim"]
     kv = {"num_attention_heads": heads, "num_key_value_heads": max(1, heads // 4)}
@@ -127,15 +101,6 @@ def build(shape: dict[str, int], vocab: int, device: torch.device) -> Any:
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     return model.eval()
-
-
-def one_pass(runner: Runner, batch: int, width: int, length: int, capacity: int) -> Any:
-    """A function that runs a pass at the end of `length` slots."""
-    cache = runner.lease(batch, capacity)
-    shapes = Shapes.choose(runner.device, False, capacity)
-    tokens = torch.randint(0, runner.vocab_size, (batch, width), device=runner.device)
-    starts, counts = [length - width] * batch, [width] * batch
-    return cache, lambda: runner.step(cache, shapes, tokens, starts, counts)
 
 
 def passes(model: Any, device: torch.device, left: Any) -> dict[str, Any]:
@@ -157,6 +122,7 @@ def passes(model: Any, device: torch.device, left: Any) -> dict[str, Any]:
 
 def _fill(table: dict[str, Any], runners: dict[str, Runner], device: torch.device, left: Any) -> bool:
     """Time every shape with every runner; whether the time was enough."""
+    shapes = Shapes.choose(device, False, LENGTHS[-1])
     for batch in BATCHES:
         for length in LENGTHS:
             for width in WIDTHS:
@@ -164,9 +130,7 @@ def _fill(table: dict[str, Any], runners: dict[str, Runner], device: torch.devic
                 for mode, runner in runners.items():
                     if left() < 0:
                         return False
-                    cache, run = one_pass(runner, batch, width, length, LENGTHS[-1])
-                    entry[mode] = timed(run, device, 5 if mode == "off" else 20)
-                    runner.pool.give_back(cache)
+                    entry[mode] = pass_ms(runner, shapes, batch, width, length, LENGTHS[-1])
     return True
 
 
@@ -181,7 +145,7 @@ def prefills(runner: Runner, left: Any) -> dict[str, Any]:
             break
         shapes = replace(Shapes.choose(runner.device, False, LENGTHS[-1]), widths=(width,))
         table[f"{total} tokens in chunks of {width}"] = timed(
-            lambda shapes=shapes: runner.prefill(cache, shapes, 0, ids, 0), runner.device, 2
+            lambda shapes=shapes: runner.prefill(cache, shapes, 0, ids, 0), runner.device
         )
     return table
 
@@ -190,14 +154,13 @@ def compiled(model: Any, wanted: Iterable[tuple[int, int, int]], left: Any) -> d
     """The shapes that time is left for, through torch.compile inside the graph."""
     table: dict[str, Any] = {}
     runner = Runner(model, None, "inductor" if torch.cuda.is_available() else "off")
+    shapes = Shapes.choose(runner.device, False, LENGTHS[-1])
     for width, length, batch in wanted:
         if left() < 45:
             table["cut"] = True
             break
         before = runner.recorded[1]
-        cache, run = one_pass(runner, batch, width, length, LENGTHS[-1])
-        entry = timed(run, runner.device)
-        runner.pool.give_back(cache)
+        entry = pass_ms(runner, shapes, batch, width, length, LENGTHS[-1])
         table[f"width {width}, {length} slots, batch {batch}"] = {**entry, "made_in_s": runner.recorded[1] - before}
         print("inductor", width, entry, runner.recorded, flush=True)
     return table

@@ -70,9 +70,10 @@ COMPARED: dict[str, Make] = {
 }
 SWITCHED: dict[str, tuple[Any, dict[str, Any], tuple[str, ...]]] = {
     "ngram-map-k": (
-        NgramMapK, {"size_n": 3, "size_m": CAP, "min_hits": 2}, ("fix_ratchet", "fix_blind_spot", "fix_min_hits")
+        NgramMapK, {"size_n": 3, "size_m": CAP, "min_hits": 2},
+        ("fix_ratchet", "fix_blind_spot", "fix_begin", "fix_min_hits"),
     ),
-    "ngram-map-k4v": (NgramMapK4V, {"size_n": 3, "size_m": CAP}, ("fix_ratchet", "fix_blind_spot")),
+    "ngram-map-k4v": (NgramMapK4V, {"size_n": 3, "size_m": CAP}, ("fix_ratchet", "fix_blind_spot", "fix_begin")),
     "ngram-mod": (
         NgramMod, {"n_match": 6, "n_min": 1, "n_max": CAP, "table_size": 65_536}, ("fix_wipe", "fix_occupancy")
     ),

@@ -21,15 +21,8 @@ export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 mkdir -p "$out"
 begin=$SECONDS
 
-if [ ! -f "$model/config.json" ]; then
-    # `fetch_folder` finds the joined file in the cache, dequantises it once, and keeps the folder for the next call.
-    where="from specdec.research.smollm2 import FILE_NAME, default_cache_dir; print(default_cache_dir() / FILE_NAME)"
-    file=$("$python" -c "$where")
-    mkdir -p "$(dirname "$file")"
-    [ -f "$file" ] || find "$model" -maxdepth 1 -type f -size +10M | sort | xargs -d '\n' cat > "$file"
-    model=$("$python" -c "from specdec.research.smollm2 import fetch_folder; print(fetch_folder())")
-    echo "model read after $((SECONDS - begin)) s"
-fi
+model=$("$python" -m specdec.research.smollm2 "$model")
+echo "model read after $((SECONDS - begin)) s"
 
 run_part() {
     local left=$((limit - SECONDS + begin)) status=0

@@ -1,12 +1,14 @@
 """Write the blocks of results in the documents from the JSON documents in results/.
 
     specdec bench --smoke --out results/bench_smoke_cpu.json     # README.md
+    specdec bench configs/NAME.yaml --out results/NAME.json      # README.md and docs/benchmarks.md, NAME in BENCHMARKS
     scripts/run_exactness.sh MODEL results                       # docs/exactness.md, on a GPU
     python scripts/measure_laws.py --out results/laws.json                 # docs/losslessness.md
     python scripts/measure_ngrams.py WHAT --out results/ngram_WHAT.json    # docs/ngram.md, cost and acceptance
     python scripts/measure_what_if.py WHAT --out results/what_if_WHAT.json # docs/analysis.md
     python scripts/measure_ablation.py --out results/ablation_overhead.json                # docs/ablation.md
     python scripts/make_figures.py --keep RUNS                             # docs/figures.md, from two ablations
+    python scripts/measure_auto_length.py WHAT --out results/auto_length_WHERE.json        # docs/automatic_length.md
     python scripts/measure_graphs.py --out results/graphs_h100.json        # docs/speed.md, on a GPU
     python scripts/write_results.py
 
@@ -20,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from specdec.research.bench import report
 from specdec.research.exactness import PARTS
 from specdec.research.exactness_summary import RunRow, rows
 from specdec.research.ngram_report import acceptance_block, cost_block, table
@@ -44,8 +47,12 @@ FIGURES, FIGURES_RESULTS = (
     ROOT / "docs" / "figures.md",
     [ROOT / "results" / f"{n}.json" for n in ("figures", "context")],
 )
+LENGTH = ROOT / "docs" / "automatic_length.md"
+LENGTH_RESULTS = [ROOT / "results" / f"auto_length_{name}.json" for name in ("simulated", "cpu")]
 SPEED = ROOT / "docs" / "speed.md"
 SPEED_RESULTS = ROOT / "results" / "graphs_h100.json"
+BENCHMARKS = [ROOT / "results" / f"{name}.json" for name in ("bench_h100", "bench_cpu")]
+BENCHMARK = ROOT / "docs" / "benchmarks.md"
 START, END = "<!-- results:start -->", "<!-- results:end -->"
 TITLES = {
     "smollm2-135m": "SmolLM2-135M-Instruct, `prompt-lookup`",
@@ -212,6 +219,29 @@ def figures_block(results: Sequence[dict[str, Any]]) -> str:
     return "\n\n".join(parts) or "Not drawn yet."
 
 
+def length_block(result: dict[str, Any]) -> str:
+    """Speed over plain decoding by strategy and category, each with its interval."""
+    machine, costs = result["machine"], result["costs"]
+    how = f"Simulated on the kept greedy texts of SmolLM2-135M with {costs['source']} costs, prefill left out"
+    if result["kind"] == "run":
+        how = f"Measured on {machine['processor']}, {machine['threads']} threads, SmolLM2-135M in float32: whole calls"
+    head = (
+        f"{how}; greedy, batch 1, {result['new_tokens']} new tokens; {result['date']}, commit {result['commit']}. "
+        "Speed over plain decoding with automatic length, and its 95 % interval over the prompts."
+    )
+    rows = []
+    for category, entry in result["summary"].items():
+        cells = [_speedup(entry["speedups"][name]) for name in result["strategies"]]
+        rows.append([category, str(entry["prompts"]), *cells])
+    return f"{head}\n\n{table(('category', 'prompts', *(f'`{s}`' for s in result['strategies'])), rows)}"
+
+
+def _speedup(entry: dict[str, float | None]) -> str:
+    if entry["low"] is None or entry["high"] is None:
+        return _figure(entry["value"], ".2f")
+    return f"{entry['value']:.2f} ({entry['low']:.2f}-{entry['high']:.2f})"
+
+
 def replaced(text: str, made: str) -> str:
     """A document with its block replaced."""
     before, rest = text.split(START, 1)
@@ -228,8 +258,11 @@ def documents() -> dict[Path, str]:
     """Every document with results, as it must read."""
     found = [json.loads(path.read_text(encoding="utf-8")) for path in EXACTNESS_RESULTS if path.is_file()]
     made = {EXACTNESS: exactness_block(found)}
+    benchmarks = [json.loads(path.read_text(encoding="utf-8")) for path in BENCHMARKS if path.is_file()]
+    made[BENCHMARK] = report.blocks(benchmarks)
     if RESULTS.is_file():
-        made[README] = block(json.loads(RESULTS.read_text(encoding="utf-8")))
+        smoke = block(json.loads(RESULTS.read_text(encoding="utf-8")))
+        made[README] = "\n\n".join(part for part in (smoke, report.headline(benchmarks)) if part)
     if LAWS_RESULTS.is_file():
         made[LAWS] = laws_block(json.loads(LAWS_RESULTS.read_text(encoding="utf-8")))
     made[ANALYSIS] = what_if_block([json.loads(path.read_text(encoding="utf-8")) for path in WHAT_IF_RESULTS])
@@ -237,6 +270,8 @@ def documents() -> dict[Path, str]:
         made[ABLATION] = ablation_block(json.loads(ABLATION_RESULTS.read_text(encoding="utf-8")))
     drawn = [json.loads(path.read_text(encoding="utf-8")) for path in FIGURES_RESULTS if path.is_file()]
     made[FIGURES] = figures_block(drawn)
+    lengths = [json.loads(path.read_text(encoding="utf-8")) for path in LENGTH_RESULTS if path.is_file()]
+    made[LENGTH] = "\n\n".join(length_block(result) for result in lengths) or "Not measured yet."
     made[SPEED] = "Not measured yet."
     if SPEED_RESULTS.is_file():
         made[SPEED] = speed_block(json.loads(SPEED_RESULTS.read_text(encoding="utf-8")))

@@ -4,6 +4,7 @@ __version__ = "0.1.0"
 
 from specdec.acceptance import AcceptanceRule, register_rule
 from specdec.config import UNSET, GenerationSettings, PairConfig, RunConfig
+from specdec.costs import CostTable, measure_costs
 from specdec.decoder import SpeculativeDecoder
 from specdec.drafters import (
     STRATEGIES,
@@ -29,9 +30,9 @@ from specdec.result import Generation, Round
 from specdec.stats import Stats
 
 __all__ = [
-    "STRATEGIES", "UNSET", "AcceptanceRule", "Draft", "DraftModel", "DraftRequest", "Drafter", "Generation",
-    "GenerationSettings", "LoadedPair", "LookupCache", "NgramCache", "NgramMapK", "NgramMapK4V", "NgramMod",
-    "NgramSimple", "PairConfig", "PairReport", "PromptLookup", "Round", "RunConfig", "SpecdecError",
-    "SpeculativeDecoder", "Stats", "Suffix", "SuffixStore", "fuse_projections", "load_pair",
-    "register_rule",
+    "STRATEGIES", "UNSET", "AcceptanceRule", "CostTable", "Draft", "DraftModel", "DraftRequest", "Drafter",
+    "Generation", "GenerationSettings", "LoadedPair", "LookupCache", "NgramCache", "NgramMapK",
+    "NgramMapK4V", "NgramMod", "NgramSimple", "PairConfig", "PairReport", "PromptLookup", "Round",
+    "RunConfig", "SpecdecError", "SpeculativeDecoder", "Stats", "Suffix", "SuffixStore", "fuse_projections",
+    "load_pair", "measure_costs", "register_rule",
 ]  # fmt: skip

@@ -94,6 +94,8 @@ class GenerationSettings:
     batch_size: int | None = None
     keep_state: bool = False
     order: Literal["given", "upstream"] = "given"
+    draft_length: Literal["auto", "given"] | None = None
+    costs: Any = None
     processors: Mapping[str, Any] = field(default_factory=dict)
 
     @staticmethod
@@ -139,6 +141,8 @@ class GenerationSettings:
             check_number(name, getattr(self, name), -2.0, 2.0)
         if self.order not in ("given", "upstream"):
             raise SpecdecError(f"order must be 'given' or 'upstream', got {self.order!r}")
+        if self.draft_length not in (None, "auto", "given"):
+            raise SpecdecError(f"draft_length must be 'auto', 'given' or None, got {self.draft_length!r}")
         check_exact(self.exact)
         self._check_seed()
         self._check_processors()

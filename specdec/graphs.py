@@ -78,6 +78,11 @@ class PassKey(NamedTuple):
     hidden: bool = False
     region: int = 0
 
+    @property
+    def passes(self) -> int:
+        """Passes of the model in a program of this key."""
+        return 1
+
 
 @dataclass(frozen=True)
 class PassInputs(Buffers):
@@ -95,6 +100,14 @@ class PassResult(Buffers):
 
     logits: Tensor
     hidden: tuple[Tensor, ...] | None = None
+
+
+class Key(Protocol):
+    """A named tuple: everything that a program depends on beside its inputs."""
+
+    @property
+    def passes(self) -> int:
+        """Passes of the model in it."""
 
 
 I = TypeVar("I", bound=Buffers)  # noqa: E741
@@ -172,7 +185,7 @@ class Graphs:
         self.failures: dict[str, str] = {}
         self.busy = False
 
-    def run(self, known: dict[Hashable, Any], key: NamedTuple, inputs: I, compute: Callable[[I], R]) -> R:
+    def run(self, known: dict[Hashable, Any], key: Key, inputs: I, compute: Callable[[I], R]) -> R:
         """Replay the program of `key` in `known`, the cache's own; record it first where it is new."""
         kind = type(key).__name__
         if self.busy or kind in self.failures:

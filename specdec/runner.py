@@ -18,7 +18,7 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from specdec.graphs import (
     CudaRecorder,
     Graphs,
     I,
+    Key,
     PassInputs,
     PassKey,
     PassResult,
@@ -177,9 +178,7 @@ class Runner:
         """A pass over all rows, replayed where it can be."""
         return self.run(cache, key, key, inputs, lambda given: self.compute(cache, key, given))
 
-    def run(
-        self, cache: RaggedCache, key: NamedTuple, widest: PassKey, inputs: I, program: Callable[[I], R]
-    ) -> R:
+    def run(self, cache: RaggedCache, key: Key, widest: PassKey, inputs: I, program: Callable[[I], R]) -> R:
         """Run a program around passes over `cache`, of which `widest` is the widest; replayed where it can be. `key`
         names everything that the program depends on beside its inputs."""
         if self.graphs is None or cache.graphs is None or widest.width > GRAPH_WIDTH:
@@ -267,7 +266,8 @@ class Runner:
         widest = shapes.widths[-1]
         for offset in range(0, len(tokens), widest):
             chunk = list(tokens[offset : offset + widest])
-            width = shapes.width(len(chunk))
+            # Nothing is recorded here; on a CPU a padded token costs as much as another.
+            width = len(chunk) if self.device.type == "cpu" else shapes.width(len(chunk))
             padded = to_device([chunk + [0] * (width - len(chunk))], self.device)
             rows = slice(row, row + 1)
             out = self.step(cache, shapes, padded, [start + offset], [len(chunk)], rows, 1, seen is not None)

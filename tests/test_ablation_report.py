@@ -331,6 +331,7 @@ def test_the_laws_are_those_of_the_emitted_positions(pair: dict[str, str]) -> No
     tokens = decoder.generate([prompt], 6, strategies=[]).token_ids[0]
     laws = Laws.along(decoder, prompt, tokens, {})
     assert len(laws.acceptance) == len(tokens)
+    assert not laws.acceptance.requires_grad
     for i in range(len(tokens)):
         ids = torch.tensor([[*prompt, *tokens[:i]]])
         p, q = (

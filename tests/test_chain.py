@@ -97,11 +97,11 @@ def test_the_winner_is_told_its_part_and_the_others_that_it_was_not_theirs() -> 
     assert b.accepted == [(0, 2, True), (1, 0, False)]
     assert counts(chain, "a") == {
         "n_call_begin": 2, "n_call_draft": 1, "n_call_accept": 1, "n_gen_drafts": 1, "n_acc_drafts": 1,
-        "n_gen_tokens": 2, "n_acc_tokens": 2, "n_acc_tokens_per_pos": [1, 1],
+        "n_gen_tokens": 2, "n_acc_tokens": 2, "n_acc_tokens_per_pos": [1, 1], "n_skipped": 0, "n_asked_per_length": [],
     }  # fmt: skip
     assert counts(chain, "b") == {
         "n_call_begin": 2, "n_call_draft": 1, "n_call_accept": 1, "n_gen_drafts": 1, "n_acc_drafts": 0,
-        "n_gen_tokens": 2, "n_acc_tokens": 0, "n_acc_tokens_per_pos": [],
+        "n_gen_tokens": 2, "n_acc_tokens": 0, "n_acc_tokens_per_pos": [], "n_skipped": 0, "n_asked_per_length": [],
     }  # fmt: skip
 
 

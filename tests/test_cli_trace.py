@@ -17,7 +17,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("trace") / "run"
     facts = run_json(
         "trace", "record", *PAIR, "--out", str(out), "--prompt", "def [bold]f(n):\n", "--dataset", "humaneval",
-        "--limit", "1", "--strategies", "prompt-lookup,draft-model", "--max-new-tokens", "12",
+        "--limit", "1", "--strategies", "prompt-lookup,draft-model:n_max=5", "--max-new-tokens", "12",
         "--html", str(out.with_suffix(".html")),
     )  # fmt: skip
     assert facts["rows"] == 2

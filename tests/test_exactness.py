@@ -72,7 +72,7 @@ def test_exact_mode_covers_batched_experts() -> None:
     decoder = specdec.SpeculativeDecoder(model, weaker(model))
     prompts = [quoting_ids(9, 1), random_ids(4, 2)]
     plain = decoder.generate(prompts, 16, strategies=[], exact=True)
-    fast = decoder.generate(prompts, 16, strategies=["prompt-lookup", "draft-model"], exact=True)
+    fast = decoder.generate(prompts, 16, strategies=["prompt-lookup", "draft-model:n_max=5"], exact=True)
     assert plain.provenance["exact"]
     assert fast.token_ids == plain.token_ids == [oracle_greedy(model, p, 16) for p in prompts]
     assert fast.stats.accepted_tokens > 0

@@ -69,7 +69,7 @@ def test_row_4_padded_vocabularies(difference: int, options: dict[str, Any]) -> 
     pair = SpeculativeDecoder(target, draft)
     prompts = [random_ids(6, 1, 256), [255, 254, 130]]
     plain = pair.generate(prompts, N, strategies=[], **options)
-    out = pair.generate(prompts, N, strategies=["draft-model"], **options)
+    out = pair.generate(prompts, N, strategies=["draft-model:n_max=5"], **options)
     if options.get("acceptance") == "match" or not options:
         assert out.token_ids == plain.token_ids
     for r in pair.rounds(prompts[0], N, **options):
@@ -225,7 +225,7 @@ def test_row_14_two_equal_calls_give_equal_traces(strategy: str) -> None:
     """Symptom: an adapted draft length, a cache or a counter leaks into the next call."""
     options: dict[str, Any] = {"strategies": STRATEGIES[strategy], "temperature": 0.9, "batch_size": 3}
     first = decoder().generate(PROMPTS, N, **options)
-    decoder().generate(PROMPTS[::-1], 7, strategies=["draft-model"])
+    decoder().generate(PROMPTS[::-1], 7, strategies=["draft-model:n_max=5"])
     second = decoder().generate(PROMPTS, N, **options)
     assert first.token_ids == second.token_ids
     assert first.stats.rows == second.stats.rows
@@ -262,7 +262,7 @@ def test_row_14_the_callers_models_are_as_before(attention: str | None, training
 def test_row_14_an_exception_in_the_middle_of_a_pass_changes_nothing(side: str) -> None:
     """Symptom: a failed call leaves the attention choice or the training flags of the call behind."""
     target, draft = tiny_model("qwen2"), tiny_model("qwen2", seed=1)
-    pair = SpeculativeDecoder(target, draft)
+    pair = SpeculativeDecoder(target, draft, strategies=["draft-model:n_max=5"])
     wanted = pair.generate(PROMPTS, 9).token_ids
     before = snapshot(target, draft)
     layer = {"target": target, "draft": draft}[side].model.layers[1]

@@ -46,7 +46,7 @@ def sync_is_an_error() -> Iterator[None]:
         {"temperature": 0.8, "acceptance": "match"},
         {"strategies": ["draft-model:p_min=0.3"], "temperature": 0.8},
         {"output_logprobs": True},
-        {"strategies": ["prompt-lookup", "draft-model"]},
+        {"strategies": ["prompt-lookup", "draft-model:n_max=5"]},
         {"strategies": ["draft-model:tree=2x2"], "temperature": 0.8},
     ],
 )
@@ -91,7 +91,7 @@ def test_bfloat16_is_exact_by_default(decoder: specdec.SpeculativeDecoder, batch
     for options in ({}, {"temperature": 0.8, "acceptance": "match"}):
         call = {"max_new_tokens": 64, "ignore_eos": True, "batch_size": batch, **options}
         plain = decoder.generate(PROMPTS, strategies=[], **call)
-        fast = decoder.generate(PROMPTS, strategies=["prompt-lookup:n_max=12", "draft-model"], **call)
+        fast = decoder.generate(PROMPTS, strategies=["prompt-lookup:n_max=12", "draft-model:n_max=5"], **call)
         assert plain.provenance["exact"]
         assert fast.token_ids == plain.token_ids
         assert fast.stats.accepted_tokens > 0

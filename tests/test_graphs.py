@@ -17,6 +17,7 @@ from specdec.decoder import SpeculativeDecoder
 from specdec.errors import SpecdecError
 from specdec.graphs import CompiledModel, check_compile, keep_compiled_code
 from specdec.kv_cache import rounded_up
+from specdec.research.bench.contenders.own import DraftPasses
 from specdec.runner import Runner
 from tests.helpers.recording import Frozen, OnlyPasses, Refusing, Rerun
 from tests.helpers.tiny import tiny_model
@@ -39,10 +40,10 @@ def decoder(recorder: type | None = None, kind: str = "llama") -> SpeculativeDec
 
 CALLS = {
     "plain": {"strategies": []},
-    "draft-model": {},
-    "sampled": {"temperature": 0.9, "seed": 3},
+    "draft-model": {"draft_length": "given"},
+    "sampled": {"temperature": 0.9, "seed": 3, "draft_length": "given"},
     "tree": {"strategies": ["draft-model:tree=2x2"], "temperature": 0.9, "seed": 3},
-    "chain of strategies": {"strategies": ["prompt-lookup", "draft-model:p_min=0.2"]},
+    "chain of strategies": {"strategies": ["prompt-lookup", "draft-model:n_max=5:p_min=0.2"]},
 }
 
 
@@ -66,6 +67,17 @@ def test_a_round_is_one_replay_to_draft_and_one_to_verify() -> None:
         out = dec.generate(PROMPTS, 24, **options)
         assert dec.target.graphs.recorder.replays - target == out.stats.verify_passes
         assert dec.draft.graphs.recorder.replays - draft == out.stats.counters["draft-model"].n_call_draft
+
+
+def test_passes_of_replayed_programs_are_counted_as_those_of_others() -> None:
+    counted = []
+    for dec in (decoder(), decoder(Rerun)):
+        dec.generate(PROMPTS, 12)
+        with DraftPasses(dec.draft) as watched:
+            out = dec.generate(PROMPTS, 12, strategies=[specdec.DraftModel(n_max=3)])
+        counted.append(watched.count)
+    calls = out.stats.counters["draft-model"].n_call_draft
+    assert calls < counted[0] <= counted[1] <= 3 * calls
 
 
 def test_what_a_program_depends_on_makes_another_program() -> None:

@@ -121,7 +121,7 @@ def test_presets_grow_smollm2_to_what_they_say() -> None:
         vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
         num_key_value_heads=3, tie_word_embeddings=True,
     )  # fmt: skip
-    for name, billions in (("1b", 1.25), ("3b", 3.23)):
+    for name, billions in (("1b", 1.25), ("3b", 3.23), ("6b", 6.44)):
         with torch.device("meta"):
             big = LlamaForCausalLM(_grown_config(small, PRESETS[name]))
         assert sum(p.numel() for p in big.parameters()) / 1e9 == pytest.approx(billions, abs=0.01)

@@ -76,6 +76,24 @@ def test_a_long_text_is_counted_as_a_short_one() -> None:
     assert list(contents(mine).items()) == list(contents(theirs).items())
 
 
+@settings(max_examples=40)
+@given(st.integers(0, 1000), st.sampled_from([2, 9, 60, 5000]), st.lists(st.integers(1, 9), max_size=30))
+def test_a_sorted_text_is_asked_and_grows_as_one_that_was_counted_one_by_one(
+    seed: int, alphabet: int, pieces: list[int]
+) -> None:
+    text = random_ids(300, seed, alphabet)
+    mine, theirs = filled(text)
+    for i, size in enumerate(pieces):
+        new = random_ids(size, seed + i, alphabet)
+        for key in (tuple(text[i : i + 1 + i % 4]), tuple(new[:2])):
+            assert mine.successors(key) == (theirs[key].items() if key in theirs else [])
+        mine.update([*text, *new], size)
+        oracle.update(theirs, [*text, *new], size)
+        text += new
+    assert mine._sorted is not None  # nothing so far has needed all of it
+    assert list(contents(mine).items()) == list(contents(theirs).items())
+
+
 @given(st.lists(CLASHING, min_size=1, max_size=4))
 def test_merging_adds_counts_and_keeps_the_order_of_copies(texts: list[list[int]]) -> None:
     mine, theirs = LookupCache(), {}

@@ -198,7 +198,7 @@ def test_the_statistic_accepts_exact_samples_and_rejects_a_law_five_percent_off(
 
 PROMPTS = [[5, 7, 5, 7, 5], [1], [2, 3, 4, 2, 3], [9, 9, 9], [0, 12, 6, 3, 8, 1, 0, 12], [4, 4]]
 DRAFTERS = {
-    "model": [DraftModel()],
+    "model": [DraftModel(n_max=5)],
     "model with p_min": [DraftModel(n_max=6, p_min=0.25, n_min=2)],
     "lookup": [PromptLookup()],
     "ngram": [NgramSimple(size_n=1, size_m=4)],
@@ -254,7 +254,12 @@ def test_seeds_repeat_and_differ_as_documented(acceptance: str) -> None:
 
     def run(prompts: Any, **options: Any) -> Generation:
         return decoder.generate(
-            prompts, strategies=[DraftModel()], acceptance=acceptance, temperature=0.8, max_new_tokens=20, **options
+            prompts,
+            strategies=[DraftModel(n_max=5)],
+            acceptance=acceptance,
+            temperature=0.8,
+            max_new_tokens=20,
+            **options,
         )
 
     same = [PROMPT] * 5

@@ -21,7 +21,7 @@ PROMPTS = [random_ids(6, i) for i in range(4)]
 
 def watched(decoder: Any, prompts: Any = PROMPTS, window: int = 24, chat: bool = False, **options: Any) -> Monitor:
     monitor = Monitor(decoder, window=window, chat=chat, warn=lambda text: None)
-    record(decoder, prompts, watch=monitor, **{"max_new_tokens": 20, **options})
+    record(decoder, prompts, watch=monitor, **{"max_new_tokens": 20, "draft_length": "given", **options})
     return monitor
 
 
@@ -111,10 +111,10 @@ def test_without_a_function_it_warns_as_python_does() -> None:
     decoder = pair(tiny_model("llama", 77))
     monitor = Monitor(window=8)
     with pytest.warns(DivergenceWarning, match="draft-model: acceptance 0"):
-        record(decoder, PROMPTS, 16, watch=monitor)
+        record(decoder, PROMPTS, 16, watch=monitor, draft_length="given")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        record(pair(tiny_model("llama", 5)), PROMPTS, 16, watch=Monitor(window=8))
+        record(pair(tiny_model("llama", 5)), PROMPTS, 16, watch=Monitor(window=8), draft_length="given")
 
 
 @pytest.mark.parametrize("bad", [{"window": 0}, {"threshold": 2.0}])

@@ -25,7 +25,7 @@ from specdec import (
 )
 from specdec.drafters.base import DraftContext
 from specdec.research.replay import model_free_chain, replay
-from tests.helpers.playing import check_counts, looping, quoting_ids
+from tests.helpers.playing import check_counts, looping, quoting_ids, random_ids
 from tests.helpers.tiny import tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:ngram-mod")  # short n-grams on purpose
@@ -134,6 +134,27 @@ def test_fix_blind_spot_finds_what_stands_before_the_prompts_end() -> None:
         drafter = NgramMapK(2, 4, fix_blind_spot=fixed)
         drafter.begin(0, prompt[:-1])
         assert ask(drafter, text) == expected
+
+
+@pytest.mark.parametrize("kind", [NgramMapK, NgramMapK4V])
+def test_fix_begin_starts_afresh_for_a_text_that_does_not_go_on(kind: Any) -> None:
+    """As in a slot that one prompt leaves to another: drafts are then those of a drafter that has seen nothing."""
+    first, other = random_ids(200, 1) + TALE * 3, random_ids(40, 2) + TALE * 2
+    switches = {"size_n": 2, "size_m": 4, "fix_blind_spot": True, "fix_ratchet": True}
+    alone, kept, mended = kind(**switches), kind(**switches), kind(**switches, fix_begin=True)
+    for drafter in (kept, mended):
+        drafter.begin(0, first[:100])
+        for end in range(100, len(first)):
+            ask(drafter, first[:end])
+    drafts = []
+    for drafter in (alone, kept, mended):
+        drafter.begin(0, other[:50])
+        drafts.append([ask(drafter, other[:end]) for end in range(52, len(other))])
+    assert drafts[0] == drafts[2] != drafts[1]
+    goes_on = [*other, 5, 6, 7]
+    for drafter in (alone, mended):
+        drafter.begin(0, goes_on[:-1])
+    assert ask(mended, [*goes_on, *TALE[:3]]) == ask(alone, [*goes_on, *TALE[:3]]) != []
 
 
 def test_fix_min_hits_makes_map_k_wait() -> None:

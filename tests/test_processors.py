@@ -178,7 +178,9 @@ def test_presence_and_frequency_penalties_count_generated_ids_only() -> None:
     assert out.tolist() == [[0.0, 0.0, 0.0, -1.0, -0.75, 0.0]]
 
 
-@pytest.mark.parametrize("strategies", [[], [PromptLookup()], [PromptLookup(ngram_min=2), DraftModel()]], ids=len)
+@pytest.mark.parametrize(
+    "strategies", [[], [PromptLookup()], [PromptLookup(ngram_min=2), DraftModel(n_max=5)]], ids=len
+)
 def test_greedy_text_with_presence_and_frequency_penalties_is_that_of_transformers(strategies: Any) -> None:
     prompt, model = [5, 6, 7, 8, 9, 5, 6, 7], tiny_model("llama")
     ids = torch.tensor([prompt])
@@ -261,7 +263,7 @@ class _Witness(hf.LogitsProcessor):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("strategies", [[], [PromptLookup()], [PromptLookup(), DraftModel()]], ids=len)
+@pytest.mark.parametrize("strategies", [[], [PromptLookup()], [PromptLookup(), DraftModel(n_max=5)]], ids=len)
 def test_processors_see_the_accepted_text_and_its_drafts_and_nothing_else(strategies: Any, temperature: float) -> None:
     witness = _Witness()
     decoder = SpeculativeDecoder(small_model(0, 13), small_model(1, 13), check=False)

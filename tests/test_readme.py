@@ -34,7 +34,7 @@ def test_the_commands_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every `specdec` line runs, with little to do."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("specdec.cli.bench.run_smoke", lambda *arguments: {"suites": {}})
-    monkeypatch.setattr("specdec.cli.bench.Path.write_text", lambda *arguments, **options: 0)
+    monkeypatch.setattr("specdec.cli.bench._save", lambda *arguments: None)
     monkeypatch.setattr("specdec.cli.bench._check_writable", lambda path: None)
     lines = [line for block in blocks("bash") for line in block.splitlines() if line.startswith("specdec ")]
     assert {line.split()[1] for line in lines} == {"demo", "generate", "check", "bench"}

@@ -205,7 +205,7 @@ def _decoder() -> SpeculativeDecoder:
 
 
 @pytest.mark.parametrize("acceptance", ["match", "leviathan"])
-@pytest.mark.parametrize("strategies", [[], ["draft-model"], ["prompt-lookup", "draft-model"]], ids=str)
+@pytest.mark.parametrize("strategies", [[], ["draft-model:n_max=5"], ["prompt-lookup", "draft-model:n_max=5"]], ids=str)
 def test_low_temperatures_tend_to_the_argmax_and_extreme_ones_do_not_break(strategies: Any, acceptance: str) -> None:
     decoder, target = _decoder(), tiny_model("llama")
     options: dict[str, Any] = {"max_new_tokens": 24, "acceptance": acceptance, "strategies": strategies}
@@ -337,7 +337,7 @@ def test_greedy_text_with_processors_equals_transformers_and_plain(name: str) ->
     drafter, target = tiny_model("llama", seed=1), tiny_model("llama")
     for draft, strategies, acceptance in (
         (drafter, [], "match"),
-        (drafter, [DraftModel()], "leviathan"),
+        (drafter, [DraftModel(n_max=5)], "leviathan"),
         (drafter, [PromptLookup()], "match"),
         (target, [PromptLookup(ngram_min=2), DraftModel(n_max=20)], "leviathan"),  # long drafts that stand
     ):

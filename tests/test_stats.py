@@ -115,7 +115,11 @@ def test_a_real_call_has_every_figure_by_its_name() -> None:
 
 def test_upstreams_counters_and_the_rounds_tell_the_same_story() -> None:
     model = tiny_model("llama")
-    for strategies in (["prompt-lookup", "draft-model"], ["draft-model:p_min=0.12"], ["draft-model", "prompt-lookup"]):
+    for strategies in (
+        ["prompt-lookup", "draft-model:n_max=5"],
+        ["draft-model:n_max=5:p_min=0.12"],
+        ["draft-model:n_max=5", "prompt-lookup"],
+    ):
         out = SpeculativeDecoder(model, tiny_model("llama", seed=1)).generate(
             [quoting_ids(20, 1), quoting_ids(9, 2), quoting_ids(5, 3)], 14, strategies=strategies, batch_size=2
         )

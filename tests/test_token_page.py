@@ -32,7 +32,7 @@ def trace() -> Trace:
     decoder = specdec.SpeculativeDecoder(target, weaker(target, 0.3), tokenizer, check=False)
     options: dict[str, Any] = {"temperature": 0.8, "max_new_tokens": 12, "ignore_eos": True}
     made = record(
-        decoder, [HOSTILE, "the quick brown fox"], strategies=["prompt-lookup:ngram_min=1", "draft-model"],
+        decoder, [HOSTILE, "the quick brown fox"], strategies=["prompt-lookup:ngram_min=1", "draft-model:n_max=5"],
         ids=[HOSTILE, "b"], categories=["<b>x", ""], **options,
     )  # fmt: skip
     tree = record(decoder, "the lazy dog", strategies=[specdec.DraftModel(tree="2x2")], **options)

@@ -24,7 +24,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "leviathan": {"temperature": 0.7},
     "match": {"temperature": 0.7, "acceptance": "match"},
     "coupled": {"temperature": 0.7, "acceptance": "coupled"},
-    "chain": {"temperature": 0.7, "strategies": ["prompt-lookup:ngram_min=1", "draft-model"]},
+    "chain": {"temperature": 0.7, "strategies": ["prompt-lookup:ngram_min=1", "draft-model:n_max=5"]},
     "tree": {"temperature": 0.7, "strategies": [specdec.DraftModel(tree="2x2x1")]},
 }
 
@@ -59,6 +59,12 @@ def test_a_trace_comes_back_from_disk_as_it_was(traces: dict[str, Trace], name: 
     made = traces[name].save(tmp_path / "deep" / "run.json")
     for path in (made, made.with_suffix(".safetensors"), made.with_suffix("")):
         assert Trace.load(path) == traces[name]
+
+
+def test_a_trace_prints_as_one_line(traces: dict[str, Trace]) -> None:
+    rounds = len(traces["chain"].rounds)
+    strategies = ", ".join(traces["chain"].strategies)
+    assert repr(traces["chain"]) == f"Trace(3 rows, {rounds} rounds, drafted by {strategies})"
 
 
 def law(model: Any, ids: list[int], temperature: float) -> torch.Tensor:

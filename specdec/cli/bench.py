@@ -1,8 +1,10 @@
-"""`specdec bench --smoke | --exactness`: this machine's figures, and whether output equals plain decoding's."""
+"""`specdec bench FILE | --smoke | --exactness`: this machine's figures, and whether output equals plain decoding's."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,29 +12,46 @@ import typer
 from rich.console import Console
 
 from specdec.cli import output
+from specdec.cli.benchmark import bench_config, print_bench
 from specdec.cli.exactness import exactness_config, print_exactness
 from specdec.cli.inputs import given
 from specdec.errors import SpecdecError
-from specdec.research.bench import METHODS, SUITES, equal, run_smoke
-from specdec.research.exactness import PARTS, run_exactness
+from specdec.research.bench.config import BenchConfig
+from specdec.research.bench.run import faults, missed, run_bench
+from specdec.research.bench.smoke import METHODS, SUITES, equal, run_smoke
+from specdec.research.exactness import PARTS, ExactnessConfig, run_exactness
 from specdec.research.exactness_summary import exact_holds
+from specdec.texts import write_atomically
 
 FAILED = 1
+# Which options belong to which of the three ways of calling.
+OPTIONS = {
+    "--smoke": ("quick", "suite"),
+    "--exactness": (
+        "config", "target", "draft", "inflate", "prompts", "max_new_tokens", "device", "dtype", "part", "time_limit",
+        "shared_device",
+    ),
+    "a benchmark file": ("target", "draft", "inflate", "device", "dtype", "contender", "minutes", "strict"),
+}  # fmt: skip
 
 
 def bench(
+    file: Annotated[Path | None, typer.Argument(help="A benchmark as a YAML file: configs/bench_*.yaml.")] = None,
     smoke: Annotated[bool, typer.Option("--smoke", help="Speeds, in a few minutes.")] = False,
     exactness: Annotated[bool, typer.Option("--exactness", help="Equality with plain decoding, and its cost.")] = False,
+    contender: Annotated[list[str] | None, typer.Option(help="file: only this contender; several times.")] = None,
+    minutes: Annotated[float | None, typer.Option(help="file: time limit; takes repeats away.")] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="file: exit status 1 if a target is not met.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="smoke: fewer prompts and repeats.")] = False,
     suite: Annotated[list[str] | None, typer.Option(help="smoke: only this suite; several times.")] = None,
     config: Annotated[Path | None, typer.Option(help="exactness: settings as a YAML file.")] = None,
-    target: Annotated[str | None, typer.Option(help="exactness: hub id, folder, GGUF file or demo-target.")] = None,
-    draft: Annotated[str | None, typer.Option(help="exactness: the draft; default: the target, coarsened.")] = None,
-    inflate: Annotated[str | None, typer.Option(help="exactness: grow the target: 1b, 3b, hidden_size=...:...")] = None,
+    target: Annotated[str | None, typer.Option(help="Hub id, folder, GGUF file or demo-target.")] = None,
+    draft: Annotated[str | None, typer.Option(help="The draft; default: the target, coarsened.")] = None,
+    inflate: Annotated[str | None, typer.Option(help="Grow the target: 1b, 3b, 6b, hidden_size=...:...")] = None,
     prompts: Annotated[int | None, typer.Option(min=1, help="exactness: number of prompts.")] = None,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="exactness: tokens of a row.")] = None,
-    device: Annotated[str | None, typer.Option(help="exactness: cpu or cuda[:n].")] = None,
-    dtype: Annotated[str | None, typer.Option(help="exactness: float32, bfloat16 or float16.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda[:n].")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
     part: Annotated[list[str] | None, typer.Option(help="exactness: only this part; several times.")] = None,
     time_limit: Annotated[float | None, typer.Option(help="exactness: seconds after which no run starts.")] = None,
     shared_device: Annotated[
@@ -41,46 +60,84 @@ def bench(
     out: Annotated[Path | None, typer.Option(help="Also write the JSON document to this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Measure transformers, plain and speculative decoding in turns, and compare their token ids; or compare plain and
-    speculative decoding row by row, with exact mode and without.
+    """Measure transformers, plain and speculative decoding in turns, and compare their token ids; or the contenders of
+    a file; or compare plain and speculative decoding row by row, with exact mode and without.
 
-    Exit status 1: token ids differ from plain decoding's (without exact mode they may, and do not count).
+    Exit status 1: token ids differ from plain decoding's (without exact mode they may, and do not count), or with
+    --strict a target of the file is not met.
     """
-    if smoke == exactness:
-        raise SpecdecError("bench needs --smoke or --exactness, one of them")
-    options = given(
-        inflate=inflate, prompts=prompts, max_new_tokens=max_new_tokens, device=device, dtype=dtype,
-        shared_device=shared_device or None,
+    models = given(target=target, draft=draft, inflate=inflate, device=device, dtype=dtype)
+    alone = given(prompts=prompts, max_new_tokens=max_new_tokens, shared_device=shared_device or None)
+    others = given(
+        config=config, part=part, time_limit=time_limit, quick=quick or None, suite=suite, contender=contender,
+        minutes=minutes, strict=strict or None,
     )  # fmt: skip
-    others = given(config=config, target=target, draft=draft, part=part, time_limit=time_limit, **options)
-    foreign = list(others) if smoke else [n for n, v in (("quick", quick), ("suite", suite)) if v]
-    if foreign:
-        raise SpecdecError(f"--{foreign[0].replace('_', '-')} is no option of {'--smoke' if smoke else '--exactness'}")
+    _check_way((smoke, exactness, file is not None), (*models, *alone, *others))
     if out is not None:
         _check_writable(out)
-    if smoke:
-        with output.progress("benchmark") as advance:
-            result = run_smoke(quick, suite or tuple(SUITES), advance)
-        passed = equal(result)
-    else:
-        settings = exactness_config(config, target, draft, options)
-        with output.progress("exactness") as advance:
-            result = run_exactness(settings, part or PARTS, time_limit, advance, lambda so_far: _save(out, so_far))
-        passed = exact_holds(result)
-    _save(out, result)
-    if as_json:
-        output.print_json(result)
+    if file is not None:
+        done = _file(bench_config(file, models, contender or (), minutes), file.stem, out, strict)
     elif smoke:
-        _print(output.stdout(), result)
+        done = _smoke(quick, suite or tuple(SUITES))
     else:
-        print_exactness(output.stdout(), result)
-    if not passed:
+        settings = {name: value for name, value in {**models, **alone}.items() if name not in ("target", "draft")}
+        done = _exactness(exactness_config(config, target, draft, settings), part or PARTS, time_limit, out)
+    _report(done, out, as_json)
+
+
+def _check_way(chosen: Sequence[bool], options: Sequence[str]) -> None:
+    """One way of calling, and none but its options. Raises SpecdecError."""
+    ways = [way for way, is_chosen in zip(OPTIONS, chosen, strict=True) if is_chosen]
+    if len(ways) != 1:
+        raise SpecdecError("bench needs --smoke, --exactness or a benchmark file, one of them")
+    foreign = [name for name in options if name not in OPTIONS[ways[0]]]
+    if foreign:
+        raise SpecdecError(f"--{foreign[0].replace('_', '-')} is no option of {ways[0]}")
+
+
+@dataclass(frozen=True)
+class Done:
+    """A result, how to print it, and whether it passed."""
+
+    result: dict[str, Any]
+    show: Callable[[Console, dict[str, Any]], None]
+    passed: bool
+
+
+def _report(done: Done, out: Path | None, as_json: bool) -> None:
+    _save(out, done.result)
+    if as_json:
+        output.print_json(done.result)
+    else:
+        done.show(output.stdout(), done.result)
+    if not done.passed:
         raise typer.Exit(FAILED)
+
+
+def _smoke(quick: bool, suites: Sequence[str]) -> Done:
+    with output.progress("benchmark") as advance:
+        result = run_smoke(quick, suites, advance)
+    return Done(result, _print, equal(result))
+
+
+def _exactness(settings: ExactnessConfig, parts: Sequence[str], time_limit: float | None, out: Path | None) -> Done:
+    with output.progress("exactness") as advance:
+        result = run_exactness(settings, parts, time_limit, advance, lambda so_far: _save(out, so_far))
+    return Done(result, print_exactness, exact_holds(result))
+
+
+def _file(settings: BenchConfig, name: str, out: Path | None, strict: bool) -> Done:
+    with output.progress("benchmark") as advance:
+        result = run_bench(settings, name, advance, lambda so_far: _save(out, so_far))
+    wrong = faults(result)
+    for line in wrong:
+        output.warn(f"not plain decoding's ids: {line}")
+    return Done(result, print_bench, not wrong and not (strict and missed(result)))
 
 
 def _save(path: Path | None, result: dict[str, Any]) -> None:
     if path is not None:
-        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_atomically(path, json.dumps(result, indent=1) + "\n")
 
 
 def _check_writable(path: Path) -> None:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
@@ -25,6 +25,9 @@ from specdec.errors import SpecdecError
 from specdec.runner import HostReader, PassOutput
 from specdec.trees import check_parents
 
+if TYPE_CHECKING:
+    from specdec.drafters.length import LengthController
+
 UPSTREAM_ORDER = (
     "ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache", "draft-model", "eagle3",
     "mtp", "dflash",
@@ -33,7 +36,8 @@ UPSTREAM_ORDER = (
 
 @dataclass
 class Counters:
-    """Upstream's counters of one strategy; times in seconds."""
+    """Upstream's counters of one strategy; times in seconds. Of automatic length (length.py): requests in which it was
+    passed over, and requests by the number of tokens to verify."""
 
     n_call_begin: int = 0
     n_call_draft: int = 0
@@ -46,6 +50,15 @@ class Counters:
     t_begin: float = 0.0
     t_draft: float = 0.0
     t_accept: float = 0.0
+    n_skipped: int = 0
+    n_asked_per_length: list[int] = field(default_factory=list)
+
+    def count_length(self, n: int) -> None:
+        if n == 0:
+            self.n_skipped += 1
+            return
+        self.n_asked_per_length += [0] * (n + 1 - len(self.n_asked_per_length))
+        self.n_asked_per_length[n] += 1
 
     def count_accepted(self, n: int) -> None:
         self.n_acc_tokens_per_pos += [0] * (n - len(self.n_acc_tokens_per_pos))
@@ -72,9 +85,13 @@ class Chain:
         self.reader = reader or HostReader()
         self.winner: dict[int, int] = {}
         self.unsettled: set[int] = set()
+        self.drafted: dict[int, int] = {}  # row -> tokens of its open round's draft
+        self.lengths: LengthController | None = None  # automatic draft length, if any strategy has it
 
     def begin(self, row: int, prompt: Tokens) -> None:
         """Tell every strategy that `row` starts from `prompt` (without its newest token)."""
+        if self.lengths is not None:
+            self.lengths.begin(row)
         for drafter, label in zip(self.drafters, self.labels, strict=True):
             started = time.perf_counter()
             drafter.begin(row, prompt)
@@ -85,28 +102,49 @@ class Chain:
         """One draft per request, in order; empty where no strategy had one."""
         drafts = [Draft() for _ in requests]
         waiting = list(range(len(requests)))
+        if self.lengths is not None:
+            self.lengths.open(requests)
+            for r in requests:  # a strategy that is passed over has no round to answer for
+                self.winner.pop(r.row, None)
+                self.drafted.pop(r.row, None)
         for index, (drafter, label) in enumerate(zip(self.drafters, self.labels, strict=True)):
             if not waiting:
                 break
+            asked = self._asked(index, {i: requests[i] for i in waiting})
+            if not asked:
+                continue
             counters = self.counters[label]
             started = time.perf_counter()
-            proposed = _checked(label, drafter.draft([requests[i] for i in waiting]), len(waiting))
+            proposed = _checked(label, drafter.draft(list(asked.values())), len(asked))
             _check_trees(drafter, label, proposed)
             counters.n_call_draft += 1
             if index + 1 < len(self.drafters):
                 proposed = self._resolve(proposed)
-            for i, draft in zip(waiting, proposed, strict=True):
+            for (i, request), draft in zip(asked.items(), proposed, strict=True):
+                if self.lengths is not None:
+                    draft = self.lengths.cut(index, request, draft)
                 if len(draft) > 0:
                     drafts[i] = self._won(requests[i], draft, index)
             waiting = [i for i in waiting if len(drafts[i]) == 0]
             counters.t_draft += time.perf_counter() - started
         return drafts
 
+    def _asked(self, index: int, requests: dict[int, DraftRequest]) -> dict[int, DraftRequest]:
+        """The requests that a strategy gets: all of them, or those that automatic length gives it."""
+        if self.lengths is None:
+            return requests
+        asked = self.lengths.ask(index, requests)
+        if self.lengths.automatic[index]:
+            for request in requests.values():
+                self.counters[self.labels[index]].count_length(self.lengths.asked[request.row])
+        return asked
+
     def _won(self, request: DraftRequest, draft: Draft, index: int) -> Draft:
         if request.n_max > 0:
             draft = draft.truncated(request.n_max)
         self.winner[request.row] = index
         self.unsettled.discard(request.row)
+        self.drafted[request.row] = len(draft)
         if draft.length is None:
             self.counters[self.labels[index]].count_drafted(len(draft))
         else:
@@ -133,10 +171,13 @@ class Chain:
         """The host has learnt the length of a draft that only the device knew."""
         if row in self.unsettled:
             self.unsettled.discard(row)
+            self.drafted[row] = drafted
             self.counters[self.labels[self.winner[row]]].count_drafted(drafted)
 
     def accept(self, row: int, n_accepted: int, path: Sequence[int] | None = None) -> None:
         """A round of `row` ended with `n_accepted` drafted tokens standing; `path`: of a tree, which nodes."""
+        if self.lengths is not None:
+            self.lengths.accept(row, self.winner.get(row), n_accepted, self.drafted.get(row, 0))
         if row not in self.winner:
             return
         mine = self.winner[row]

@@ -53,6 +53,10 @@ class StepsKey(NamedTuple):
     top_n: int | None
     vocab_size: int
 
+    @property
+    def passes(self) -> int:
+        return self.steps
+
 
 @dataclass(frozen=True)
 class StepInputs(Buffers):

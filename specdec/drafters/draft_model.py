@@ -1,6 +1,7 @@
 """draft-model: a small language model proposes, token by token, for all rows in one batch.
 
-Source: llama.cpp `draft-simple`; Leviathan et al. 2023. Parameters: `n_max` tokens to propose; `p_min`: stop where
+Source: llama.cpp `draft-simple`; Leviathan et al. 2023. Parameters: `n_max` tokens to propose, None = automatic length
+(length.py; 5 where that is off); `p_min`: stop where
 the draft's top probability falls below it (softmax at T = 1 over the whole vocabulary, before processors; with
 `top_n` over the `top_n` best tokens only, as upstream); `n_min`: under argmax proposals a shorter draft is dropped,
 under sampled ones p_min cannot stop before it; `branches` > 1 makes trees of up to so many paths, which split where
@@ -32,6 +33,9 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
+PROGRAM_STEPS = (1, 2, 3, 5, 8, 12, 16, 24, 32, 48, 64)
+
+
 @dataclass
 class DraftModel(BaseDrafter):
     """Parameters that are None take the preset's value, or the default. Raises SpecdecError for bad ones."""
@@ -51,6 +55,7 @@ class DraftModel(BaseDrafter):
     def __post_init__(self) -> None:
         if self.preset is not None and self.preset not in PRESETS:
             raise SpecdecError(f"unknown draft-model preset {self.preset!r}; known: {', '.join(PRESETS)}")
+        self._automatic = self.n_max is None and self.n_min is None and self.preset is None and not self.translate
         for name, value in (DEFAULTS | PRESETS.get(self.preset or "", {})).items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
@@ -77,6 +82,11 @@ class DraftModel(BaseDrafter):
                 raise SpecdecError("draft-model: tree fixes the shape: branches, p_min and n_min do not go with it")
         if self.makes_trees and self.translate:
             raise SpecdecError("draft-model: translate=True drafts chains: tree and branches do not go with it")
+
+    @property
+    def automatic(self) -> bool:
+        """Whether nobody gave a length, so that it is chosen."""
+        return self._automatic and not self.makes_trees
 
     @property
     def makes_trees(self) -> bool:
@@ -121,8 +131,9 @@ class DraftModel(BaseDrafter):
         if self.makes_trees:
             trees = Growth(self, [r for r, _ in work], [n for _, n in work]).grow()
             return [trees.get(r.row, Draft()) for r in requests]
-        # Where steps are recorded as one program, one length serves all rounds: what is too long is cut.
-        k = depth if self._core.runner.graphs is not None else max(n for _, n in work)
+        k = max(n for _, n in work)
+        if self._core.runner.graphs is not None:  # few lengths are few programs: what is too long is cut
+            k = min(depth, next((steps for steps in PROGRAM_STEPS if steps >= k), k))
         stops = Stops(self.p_min or 0.0, self.n_min or 0, self.top_n)
         proposal = self._core.propose([r for r, _ in work], k, stops, self._context.vocab_size)
         drafts = {r.row: proposal.draft(r.row, n, self.name) for r, n in work}

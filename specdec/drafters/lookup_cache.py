@@ -6,7 +6,8 @@ libstdc++; that order is a function of the order of insertion alone (`iteration_
 nothing of the table has to be simulated until a tie or a file asks for it.
 
 Most n-grams of a text have one successor. Such a part is a plain integer, count * 2^32 + id; a `Part` exists only from
-the second successor on. That makes indexing a prompt cheap in time and memory.
+the second successor on. A long text that an empty cache counts is sorted and stays sorted: its n-grams become parts
+as they are asked for (`_SortedText`). Both make indexing a prompt cheap in time and memory.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import BinaryIO
@@ -22,6 +23,7 @@ from typing import BinaryIO
 import numpy as np
 
 from specdec.drafters.base import Tokens, as_array
+from specdec.drafters.ngram_core import Occurrences, stable_order
 from specdec.errors import SpecdecError
 from specdec.texts import write_atomically
 
@@ -94,23 +96,40 @@ class Part:
         return [(tokens[i], self.counts[tokens[i]]) for i in iteration_order(tokens)]
 
 
-@dataclass(eq=False)
 class LookupCache:
     """n-gram of 1..4 ids -> what followed it how often.
 
-    parts: in order of insertion, single successors packed (see the module); `successors` and `items` unpack them.
     source: the file it was loaded from, if any.
     """
 
-    parts: dict[Key, int | Part] = field(default_factory=dict, repr=False)
-    source: str | None = None
+    def __init__(self, parts: dict[Key, int | Part] | None = None, source: str | None = None):
+        self.source = source
+        self._parts = {} if parts is None else parts
+        self._sorted: _SortedText | None = None  # the first text; what was asked for or added since is in _parts
+
+    @property
+    def parts(self) -> dict[Key, int | Part]:
+        """All parts in order of insertion, single successors packed (see the module)."""
+        if self._sorted is not None:
+            self._parts = dict(self._sorted.items()) | self._parts
+            self._sorted = None
+        return self._parts
+
+    def get(self, key: Key) -> int | Part | None:
+        """What followed this n-gram, packed as in `parts`; None if it was never seen."""
+        part = self._parts.get(key)
+        if part is None and self._sorted is not None:
+            part = self._sorted.get(key)
+            if part is not None:
+                self._parts[key] = part
+        return part
 
     def __len__(self) -> int:
         return len(self.parts)
 
     def successors(self, key: Sequence[int]) -> list[tuple[int, int]]:
         """[(id, count), ...] after this n-gram, in the order of the original's hash table; empty if never seen."""
-        found = self.parts.get(tuple(key))
+        found = self.get(tuple(key))
         if found is None:
             return []
         return found.ordered() if isinstance(found, Part) else [(found & ID_BITS, found >> 32)]
@@ -129,15 +148,15 @@ class LookupCache:
 
     def add(self, key: Key, token: int, count: int = 1) -> None:
         """`token` followed the n-gram `key`, 1..4 ids, `count` more times. Ids are plain integers in [0, 2^31)."""
-        old = self.parts.get(key)
+        old = self.get(key)
         if old is None:
-            self.parts[key] = count << 32 | token
+            self._parts[key] = count << 32 | token
         elif isinstance(old, Part):
             old.add(token, count)
         elif old & ID_BITS == token:
-            self.parts[key] = old + (count << 32)
+            self._parts[key] = old + (count << 32)
         else:
-            self.parts[key] = Part.of({old & ID_BITS: old >> 32, token: count})
+            self._parts[key] = Part.of({old & ID_BITS: old >> 32, token: count})
 
     def update(self, ids: Tokens, n_new: int | None = None, shortest: int = 1, longest: int = LONGEST) -> None:
         """Count the n-grams of `shortest`..`longest` ids before each of the last `n_new` ids (None: before all).
@@ -146,13 +165,11 @@ class LookupCache:
         """
         known = 0 if n_new is None else max(0, len(ids) - n_new)
         old = min(known, longest)
-        array = as_array(ids[known - old :])
-        listed = array.tolist()
+        listed = as_array(ids[known - old :]).tolist()
         if listed and not 0 <= min(listed) <= max(listed) <= MAX_INT32:
             raise SpecdecError(f"lookup cache: ids are in [0, {MAX_INT32}], got {min(listed)}..{max(listed)}")
-        if old == 0 and not self.parts and len(array) >= _WORTH_SORTING:
-            for size, pairs in sorted_pairs(array, shortest, longest):
-                self.parts.update(_grouped(array, size, *pairs))
+        if old == 0 and len(listed) >= _WORTH_SORTING and not self._parts and self._sorted is None:
+            self._sorted = _SortedText(as_array(listed), shortest, longest)
             return
         for size in range(shortest, longest + 1):
             first = max(old, size)
@@ -214,6 +231,33 @@ class LookupCache:
             yield struct.pack(f"<{5 + len(pairs)}i", *padded, len(successors), *pairs)
 
 
+class _SortedText:
+    """The counts of one text, int64 [L], as `sorted_pairs` finds them."""
+
+    def __init__(self, ids: np.ndarray, shortest: int, longest: int):
+        self.ids = ids
+        self.pairs = dict(sorted_pairs(ids, shortest, longest))
+        self.runs: dict[int, np.ndarray] = {}  # by size, where the pairs of each n-gram begin, and the end
+        self.places: dict[bytes, int] = {}  # which run is an n-gram's; keys are its ids as int64
+        for size, (_, home, _) in self.pairs.items():
+            starts = np.flatnonzero(np.diff(home, prepend=-1))
+            self.runs[size] = np.append(starts, len(home))
+            ngrams = np.ndarray((len(ids) - size + 1,), f"V{8 * size}", ids, strides=(8,))
+            self.places.update(zip(ngrams[home[starts]].tolist(), range(len(starts)), strict=True))
+
+    def get(self, key: Key) -> int | Part | None:
+        place = self.places.get(struct.pack(f"{len(key)}q", *key))
+        if place is None:
+            return None
+        size, (first, _, counts) = len(key), self.pairs[len(key)]
+        run = slice(*self.runs[size][place : place + 2].tolist())
+        return _packed(dict(zip(self.ids[first[run] + size].tolist(), counts[run].tolist(), strict=True)))
+
+    def items(self) -> Iterator[tuple[Key, int | Part]]:
+        """All, in order of insertion."""
+        return chain.from_iterable(_grouped(self.ids, size, *pairs) for size, pairs in self.pairs.items())
+
+
 def sorted_pairs(ids: np.ndarray, shortest: int, longest: int) -> Iterator[tuple[int, tuple[np.ndarray, ...]]]:
     """All distinct (n-gram, next id) pairs of a text, by sorting, for each size in `shortest`..`longest`.
 
@@ -221,19 +265,16 @@ def sorted_pairs(ids: np.ndarray, shortest: int, longest: int) -> Iterator[tuple
     its n-gram's first occurrence, `counts` how often the pair occurs. Ordered by `home`, then `first`: as
     `LookupCache.add`, called along the text, would insert them.
     """
-    _, small = np.unique(ids, return_inverse=True)
-    width, codes = len(ids), small
+    before = Occurrences(ids)
+    width, small = len(ids), before.rank
     for size in range(1, min(longest, len(ids) - 1) + 1):
-        keys = codes[: len(ids) - size]
-        _, first, codes, counts = np.unique(
-            keys * width + small[size:], return_index=True, return_inverse=True, return_counts=True
-        )
-        if size < shortest:
-            continue
-        starts = np.flatnonzero(np.diff(keys[first], prepend=-1))  # pairs of one n-gram stand together
-        home = np.repeat(np.minimum.reduceat(first, starts), np.diff(starts, append=len(first)))
-        order = np.lexsort((first, home))
-        yield size, (first[order], home[order], counts[order])
+        ngrams = before.rank[: len(ids) - size]
+        pairs = Occurrences(ngrams * width + small[size:])
+        if size >= shortest:
+            home = before.first[ngrams[pairs.first]]
+            order = stable_order(home * width + pairs.first)
+            yield size, (pairs.first[order], home[order], pairs.counts[order])
+        before = pairs
 
 
 def _grouped(

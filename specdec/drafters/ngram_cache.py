@@ -58,7 +58,7 @@ def propose(
     start = len(text)
     while start >= 2 and len(text) < start + n_draft:
         window = tuple(text[-LONGEST:])
-        known = static.parts.get(window[-2:]) if static is not None else None
+        known = static.get(window[-2:]) if static is not None else None
         evidence = _counts(known)
         token = _choose(context, window, evidence, LAX)
         if token is None and dynamic is not None:
@@ -80,7 +80,7 @@ def _counts(part: int | Part | None) -> Mapping[int, int]:
 def _choose(cache: LookupCache, window: tuple[int, ...], evidence: Mapping[int, int], limits: Limits) -> int | None:
     """The successor that the longest clear n-gram at the end of `window` proposes."""
     for size in range(len(window), 0, -1):
-        part = cache.parts.get(window[-size:])
+        part = cache.get(window[-size:])
         if part is not None:
             token = _judge(part, evidence, limits.least[size - 1], limits.percent[size - 1])
             if token is not None:

@@ -45,6 +45,33 @@ def newest_ngram(request: DraftRequest, tokens: np.ndarray, n: int) -> np.ndarra
     return key
 
 
+def stable_order(values: np.ndarray) -> np.ndarray:
+    """Indices that sort whole numbers >= 0, equal ones in the order they came in: int64 [n] -> int64 [n]."""
+    bits = len(values).bit_length()
+    if int(values.max(initial=0)) >> (63 - bits):
+        return np.argsort(values, kind="stable")
+    # Sorting numbers is several times as fast as sorting indices, so each number brings its own.
+    order: np.ndarray = np.sort(values << bits | np.arange(len(values))) & ((1 << bits) - 1)
+    return order
+
+
+class Occurrences:
+    """Equal values of int64 [n], all >= 0, found together.
+
+    order: where they stand, sorted by value and position, int64 [n]; rank: how many smaller values there are, int64
+    [n]; first, counts: the first position and the number of each value, ascending, int64 [distinct].
+    """
+
+    def __init__(self, values: np.ndarray):
+        self.order = stable_order(values)
+        new = np.diff(values[self.order], prepend=-1) > 0
+        starts = np.flatnonzero(new)
+        self.first = self.order[starts]
+        self.counts = np.diff(starts, append=len(values))
+        self.rank = np.empty_like(self.order)
+        self.rank[self.order] = np.cumsum(new) - 1
+
+
 def resolve_switches(drafter: Any) -> None:
     """Give every `fix_...` field that was left None its value: on iff `parity` is off. Raises SpecdecError."""
     switches = [name for name in drafter.__dataclass_fields__ if name.startswith("fix_")]
@@ -63,4 +90,3 @@ def check_sizes(drafter: Any, **least: int) -> None:
         check_whole(f"{drafter.name}: {name}", value, lowest)
         if value > 1024 and name not in ("min_hits", "hash_size", "table_size"):
             raise SpecdecError(f"{drafter.name}: {name}={value} is above the limit of 1024")
-

@@ -13,6 +13,9 @@ Upstream's oddities are kept, and each has a switch (see ngram_core.py):
   silences it for ever. Fixed: the limit doubles when the whole draft stood, and never falls below 1.
 - `fix_blind_spot`: upstream never searches nor indexes the n + m + 1 positions before each prompt's end. Fixed: they
   are indexed as soon as m tokens follow.
+- `fix_begin`: upstream forgets a row only where its next text is shorter, and only behind that text's end; of another
+  text in the same slot nothing is indexed until it is longer than the old one was. Fixed: a text that does not go on
+  from the old one starts afresh.
 - `fix_min_hits` (map-k): upstream ignores `min_hits`. Fixed: a key drafts from its min_hits-th match on.
 
 Cost: an index of one int32 slot a position (1 MiB a row), grown by what the row has grown; per round one dot product
@@ -76,6 +79,7 @@ class RowMap:
         self.indexed = 0
         self.prompt_size = 0  # at the last begin
         self.size = 0  # at the last begin or draft
+        self.text = _NONE  # what the last draft went on from
         self.keys: list[Key] = []
         self.open: tuple[Value, int] | None = None  # the value that was drafted from, and how many tokens
         self.by_text: dict[bytes, Key] | None = None  # first key of each n-gram; None = to be built from the text
@@ -163,6 +167,11 @@ class RowMap:
         return [at for at in between if self._is(tokens, at, ngram)]
 
 
+def _goes_on(prompt: Tokens, text: np.ndarray) -> bool:
+    """Whether a prompt begins with an earlier text."""
+    return np.array_equal(as_array(prompt[: len(text)]), text)
+
+
 _NONE = np.empty(0, dtype=np.int64)
 _NO_HASH = np.empty(0, dtype=np.uint64)
 
@@ -178,6 +187,7 @@ class NgramMapK(RowDrafter):
     parity: bool = True
     fix_ratchet: bool | None = None
     fix_blind_spot: bool | None = None
+    fix_begin: bool | None = None
     fix_min_hits: bool | None = None
     name: str = field(init=False, default="ngram-map-k")
     _rows: dict[int, RowMap] = field(init=False, repr=False, compare=False, default_factory=dict)
@@ -198,6 +208,9 @@ class NgramMapK(RowDrafter):
         return len(self._rows[row].keys) if row in self._rows else 0
 
     def begin(self, row: int, prompt: Tokens) -> None:
+        state = self._rows.get(row)
+        if self.fix_begin and state is not None and not _goes_on(prompt, state.text):
+            del self._rows[row]
         if row not in self._rows:
             self._rows[row] = RowMap(
                 self.size_n, self.size_m, self.hash_size, self._weights, bool(self.fix_blind_spot)
@@ -222,7 +235,7 @@ class NgramMapK(RowDrafter):
         state.open = None
         if len(tokens) < 2 * n + m:
             return []
-        state.size = len(tokens)
+        state.size, state.text = len(tokens), tokens
         ngram = newest_ngram(request, tokens, n)
         at = state.find(tokens, ngram)
         if at == 0:

@@ -65,6 +65,14 @@ class Suffix(RowDrafter):
             raise SpecdecError(f"suffix: store must be a SuffixStore, got {type(self.store).__name__}")
         if self.remember and self.store is None:
             self.store = SuffixStore(depth=self.depth)
+        self._orders, self._loudness = self._tables()
+
+    def _tables(self) -> tuple[list[float], np.ndarray]:
+        """By the tokens that agree: how many they count as, and the weight of the vote before it fades (below zero:
+        none), 2 * depth + 1 each. From depth + 1 on for positions that skip the newest token, which is counted."""
+        agreeing = np.concatenate([np.arange(self.depth + 1), np.arange(self.depth)])
+        orders = agreeing - np.repeat([0.0, self.gap_cost or 0.0], [self.depth + 1, self.depth])
+        return orders.tolist(), np.where(agreeing > 0, float(self.order_weight) ** np.minimum(orders, _LOUDEST), -1.0)
 
     def fresh(self, context: DraftContext) -> Suffix:
         made: Suffix = super().fresh(context)
@@ -106,52 +114,57 @@ class Suffix(RowDrafter):
             self.begin(request.row, request.tokens)
         index = self._rows[request.row]
         if index.size <= len(request.tokens):
-            index.extend(np.append(as_array(request.tokens[index.size :]), request.last))
+            index.extend(request.tokens[index.size :])
+            index.extend([request.last])
             index.file()
         limit = request.limit(self.n_max)
         return self._descend(self._voters(index, limit), limit)
 
     def _voters(self, index: SuffixIndex, limit: int) -> list[Voter]:
         """The positions that have a say, in the row and in the store."""
-        found = self._found(index, index.newest(), limit, None)
+        found = self._found(index, index.newest(), limit, 0)
         if self.store is not None:
             found += self._found(self.store.index, index.newest(), limit, index.size)
         return found
 
-    def _found(self, source: SuffixIndex, query: np.ndarray, limit: int, older: int | None) -> list[Voter]:
-        """The loudest voters of one index; older: None for the row's own, else what to add to their age."""
-        positions = source.candidates(query, self.voters)
-        skipped = np.zeros(len(positions), dtype=bool)
-        if self.gap_cost is not None:
+    def _found(self, source: SuffixIndex, query: np.ndarray, limit: int, older: int) -> list[Voter]:
+        """The loudest voters of one index; older: what to add to their age, 0 for the row's own."""
+        queries = [(query, self.voters)]
+        if self.gap_cost is not None and len(query) > 1:
             # The row's end agrees with itself but for the newest token: one more is asked, and it drops out.
-            others = source.candidates(query[1:], self.voters + 1) + 1
-            others = others[others < source.size - 1]
-            positions = np.concatenate([positions, others])
-            skipped = np.arange(len(positions)) >= len(skipped)
-        if len(positions) == 0:
-            return []
-        agreement = source.agreement(positions, query, skipped) - skipped
-        inside = agreement > 0
-        positions, skipped = positions[inside], skipped[inside]
-        agreement = agreement[inside] - skipped * (self.gap_cost or 0.0)
-        age = source.size - 1 - positions + (older or 0)
-        weights = float(self.order_weight) ** np.minimum(agreement, _LOUDEST) / (1 + age / self.half_age)
-        loudest = np.argsort(-weights, kind="stable")[: 2 * self.voters]
-        following = source.successors(positions[loudest], limit)
-        if older is None:
-            beyond = np.arange(limit) - age[loudest, None]
-            following = np.where(beyond >= 0, -2 - beyond, following)
-        return list(zip(following.tolist(), weights[loudest].tolist(), agreement[loudest].tolist(), strict=True))
+            queries.append((query[1:], self.voters + 1))
+        nearest = source.nearest(queries)
+        for others in nearest[1:]:
+            others += 1
+        positions = np.concatenate(nearest)
+        agreed = source.agreement(positions, query, len(positions) - len(nearest[0]))
+        agreed[len(nearest[0]) :] += self.depth
+        age = source.size - 1 + older - positions
+        weights = self._loudness[agreed] / (1 + age / self.half_age)
+        loudest = (-weights).argsort(kind="stable")[: 2 * self.voters + 1]
+        following = source.successors(positions[loudest], limit).tolist()
+        found = []
+        columns = following, weights[loudest].tolist(), agreed[loudest].tolist(), age[loudest].tolist()
+        for tokens, weight, agreement, known in zip(*columns, strict=True):
+            if weight < 0 or known == older:
+                continue
+            if older == 0 and known < limit:
+                tokens[known:] = range(-2, known - limit - 2, -1)
+            found.append((tokens, weight, agreement))
+        return found[: 2 * self.voters]
 
     def _descend(self, voters: list[Voter], limit: int) -> list[int]:
         """Follow the majority, token by token; equal weights: the first voter's choice."""
         drafted: list[int] = []
         certainty = 1.0
+        heard = 0  # how many voters were left when they were last seen to differ
         for i in range(limit):
-            if not self.p_min and _agree(voters, i):
-                rest = (drafted[-2 - t] if t < -1 else t for t in voters[0][0][i:])
-                drafted += itertools.takewhile(lambda t: t >= 0, rest)
-                break
+            if not self.p_min and len(voters) != heard:
+                if _agree(voters, i):
+                    rest = (drafted[-2 - t] if t < -1 else t for t in voters[0][0][i:])
+                    drafted += itertools.takewhile(lambda t: t >= 0, rest)
+                    break
+                heard = len(voters)
             tally: dict[int, float] = {}
             choices = []
             for following, weight, _ in voters:
@@ -165,8 +178,8 @@ class Suffix(RowDrafter):
             best = max(tally, key=tally.__getitem__)
             voters = [voter for voter, token in zip(voters, choices, strict=True) if token == best]
             if self.p_min:
-                agreed = max(0.5, *(agreement for _, _, agreement in voters)) + i
-                certainty *= tally[best] / sum(tally.values()) * agreed / (agreed + self.novelty)
+                agreement = max(0.5, *(self._orders[agreed] for _, _, agreed in voters)) + i
+                certainty *= tally[best] / sum(tally.values()) * agreement / (agreement + self.novelty)
                 if certainty < self.p_min:
                     break
             drafted.append(best)
@@ -179,8 +192,8 @@ def _agree(voters: list[Voter], start: int) -> bool:
     return bool(voters) and all(following[start:] == first for following, _, _ in voters)
 
 
-Voter = tuple[list[int], float, float]
+Voter = tuple[list[int], float, int]
 """What it saw next (an entry below zero is no token: -1 = the end of a text, -2 - i = the i-th token of the draft),
-the weight of its vote, and in how many tokens its context agrees."""
+the weight of its vote, and the place of its agreement in the tables."""
 
 _LOUDEST = 40  # agreement beyond this adds nothing: float64 has its limits

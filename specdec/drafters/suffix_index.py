@@ -10,25 +10,48 @@ segments of similar size are merged, so there are O(log L) of them and a token i
 prompt becomes one segment at once, by prefix doubling in numpy.
 
 Contexts are compared over at most `depth` tokens. The ids are stored once, reversed and as big-endian 32-bit numbers,
-so that comparing bytes compares tokens. Memory: 8 bytes a token, 4 for the id and 4 for its place in the order; the
+so that comparing bytes compares tokens: to numpy a context is a string of bytes, and what sorts and searches strings
+sorts and searches contexts. Memory: 4 bytes a token for the id and 8 for its place in the order, 4 once frozen; the
 buffer of a text that is still growing has up to as much again in reserve.
 """
 
 from __future__ import annotations
 
-from array import array
 from bisect import bisect_left
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from specdec.config import check_whole
 from specdec.drafters.base import Tokens, as_array
+from specdec.drafters.ngram_core import Occurrences
 
 TAIL = 256
 SEPARATOR = 0xFFFFFFFF  # between the documents of a store: no token
 _BYTES = 4
+_NO_TOKEN = np.array([0xFFFFFFFE], dtype=">u4").view(np.uint32)  # ends a query: agrees with nothing that is stored
+
+
+@dataclass
+class _Segment:
+    """The positions from `start` on in the order of their contexts, int64 or int32 [n], counted from `start`."""
+
+    start: int
+    order: np.ndarray
+
+    def of(self, contexts: np.ndarray) -> np.ndarray:
+        """The contexts of these positions, unsorted; a view."""
+        return contexts[self.start : self.start + len(self.order)]
+
+    def places(self, contexts: np.ndarray, wanted: np.ndarray) -> list[int]:
+        """How many of them are before each of the wanted ones, bytes [m]."""
+        own = self.of(contexts)
+        if self.order.dtype == np.intp:
+            places: list[int] = own.searchsorted(wanted, sorter=self.order).tolist()
+            return places
+        # numpy would make the whole order wider first. Strings lose their zero bytes at the end, and compare alike.
+        return [bisect_left(self.order, string, key=own.__getitem__) for string in wanted]
 
 
 class SuffixIndex:
@@ -42,14 +65,19 @@ class SuffixIndex:
         self.depth = depth
         self.size = 0
         # The text in the last `size` elements before `capacity`, reversed; separators before it and after it.
-        self._allocate(0)
-        self.segments: list[array[int]] = []
+        self._allocate(1)
+        self._segments: list[_Segment] = []
         self.filed = 0
 
     @property
     def nbytes(self) -> int:
         """Bytes of ids and order."""
-        return int(self.buffer.nbytes) + sum(s.itemsize * len(s) for s in self.segments)
+        return int(self.buffer.nbytes) + sum(s.order.nbytes for s in self._segments)
+
+    @property
+    def segments(self) -> list[np.ndarray]:
+        """The positions of each segment in order."""
+        return [segment.start + segment.order for segment in self._segments]
 
     @property
     def _reversed(self) -> np.ndarray:
@@ -65,13 +93,14 @@ class SuffixIndex:
         return self.size <= len(tokens) and bool((self._reversed[::-1] == tokens[: self.size]).all())
 
     def newest(self) -> np.ndarray:
-        """The last `depth` tokens, the newest first."""
-        return self._reversed[: self.depth]
+        """The last `depth` tokens as they are stored, the newest first: a query."""
+        start = self.capacity - self.size
+        return self.words[start : min(start + self.depth, self.capacity)]
 
-    def extend(self, tokens: np.ndarray) -> None:
-        """Append ids; int64 [n]."""
+    def extend(self, tokens: Tokens) -> None:
+        """Append ids."""
         n = len(tokens)
-        if self.size + n > self.capacity:
+        if self.size + n >= self.capacity:
             self._grow(self.size + n)
         start = self.capacity - self.size - n
         self.buffer[start : start + n] = tokens[::-1]
@@ -83,25 +112,22 @@ class SuffixIndex:
         if end - self.filed <= TAIL:
             return
         start, self.filed = self.filed, end
-        if not self.segments:
-            self.segments.append(array("i", self._sorted_by_doubling(end)))
+        if not self._segments:
+            self._segments.append(_Segment(0, self._sorted_by_doubling(end)))
             return
-        fresh = sorted(range(start, end), key=self.context)
-        while self.segments and len(self.segments[-1]) <= 2 * len(fresh):
-            # Two sorted runs: sorting their concatenation is a merge.
-            fresh = sorted([*self.segments.pop(), *fresh], key=self.context)
-        self.segments.append(array("i", fresh))
+        fresh = self.contexts[start:end].argsort(kind="stable")
+        while self._segments and len(self._segments[-1].order) <= 2 * len(fresh):
+            older = self._segments.pop()
+            old, new = older.of(self.contexts)[older.order], self.contexts[start:end][fresh]
+            fresh = np.insert(older.order, old.searchsorted(new, "right"), fresh + len(older.order))
+            start = older.start
+        self._segments.append(_Segment(start, fresh))
 
     def freeze(self) -> None:
         """Give back the reserve and sort everything into one segment: 8 bytes a token from here on."""
         self._grow(self.size)
         self.filed = max(0, self.size - 1)
-        self.segments = [array("i", self._sorted_by_doubling(self.filed))] if self.filed else []
-
-    def context(self, position: int) -> Any:
-        """The sort key of a position: its last `depth` tokens as bytes, the newest first."""
-        at = _BYTES * (self.capacity - 1 - position)
-        return self.raw[at : at + _BYTES * self.depth]
+        self._segments = [_Segment(0, self._sorted_by_doubling(self.filed).astype(np.int32))] if self.filed else []
 
     def candidates(self, query: np.ndarray, most: int) -> np.ndarray:
         """Positions int64 [n], in no order, with the `most` among them whose contexts agree longest with `query`.
@@ -109,61 +135,70 @@ class SuffixIndex:
         query: newest tokens as `newest` gives them, or without the newest few. Positions without any agreement may
         be among them.
         """
-        if self.size < 2 or len(query) == 0:
-            return np.empty(0, dtype=np.int64)
-        wanted = query.tobytes()
-        found: list[int] = []
-        for segment in self.segments:
-            at = bisect_left(segment, wanted, key=self.context)
-            found += segment[max(0, at - most) : at + most]
-        tail = self.buffer[self.capacity - self.size + 1 : self.capacity - self.filed]
-        recent = np.flatnonzero(tail == query[0])
-        return np.concatenate([np.array(found, dtype=np.int64), self.size - 2 - recent])
+        return self.nearest([(query, most)])[0] if len(query) else np.empty(0, dtype=np.int64)
 
-    def agreement(self, positions: np.ndarray, query: np.ndarray, skipped: np.ndarray | None = None) -> np.ndarray:
-        """In how many tokens the contexts of positions agree with the query, int64 [n]; where `skipped` [n] is true,
+    def nearest(self, queries: Sequence[tuple[np.ndarray, int]]) -> list[np.ndarray]:
+        """`candidates` of several (query, most) at once."""
+        if self.size < 2:
+            return [np.empty(0, dtype=np.int64)] * len(queries)
+        width = _BYTES * self.depth
+        strings = b"".join(query.tobytes()[:width].ljust(width, b"\0") for query, _ in queries)
+        wanted = np.frombuffer(strings, self.contexts.dtype)
+        found: list[list[np.ndarray]] = [[] for _ in queries]
+        for segment in self._segments:
+            for pieces, (_, most), at in zip(found, queries, segment.places(self.contexts, wanted), strict=True):
+                piece = segment.order[max(0, at - most) : at + most]
+                pieces.append(piece + segment.start if segment.start else piece)
+        tail = self.words[self.capacity - self.size + 1 : self.capacity - self.filed]
+        for pieces, (query, _) in zip(found, queries, strict=True):
+            pieces.append(self.size - 2 - (tail == query[0]).nonzero()[0])
+        return [np.concatenate(pieces) for pieces in found]
+
+    def agreement(self, positions: np.ndarray, query: np.ndarray, gaps: int = 0) -> np.ndarray:
+        """In how many tokens the contexts of positions agree with the query, int64 [n]; in the last `gaps` of them
         the newest token counts as agreeing."""
-        same = self.windows[self.capacity - 1 - positions, : len(query)] == query
-        if skipped is not None:
-            same[skipped, 0] = True
-        length = same.argmin(axis=1)
-        length[same.all(axis=1)] = len(query)
+        query = np.concatenate([query[: self.depth], _NO_TOKEN])
+        windows = self.windows[positions].view(np.uint32).reshape(len(positions), self.depth + 1)
+        same = windows[:, : len(query)] == query
+        same[len(same) - gaps :, 0] = True
+        length: np.ndarray = same.argmin(axis=1)
         return length
 
     def successors(self, positions: np.ndarray, n: int) -> np.ndarray:
-        """The n tokens that follow each position, int64 [len(positions), n]; -1 beyond the end of the text."""
+        """The n tokens that follow each position, int32 [len(positions), n]; -1 beyond the end of the text."""
         at = (self.capacity - 2 - positions)[:, None] - np.arange(n)
-        found = self.buffer[np.maximum(at, 0)].astype(np.int64)
-        found[(found == SEPARATOR) | (at < 0)] = -1
-        return found
+        return self.buffer.view(">i4").take(at, mode="clip")  # the separator is -1, and one stands first
 
     def _grow(self, needed: int) -> None:
-        capacity = needed if needed <= self.size else max(needed, 2 * self.capacity, 1024)
+        capacity = needed + 1 if needed <= self.size else max(needed + 1, 2 * self.capacity, 1024)
         text = self._reversed
         self._allocate(capacity)
         self.buffer[capacity - self.size : capacity] = text
 
     def _allocate(self, capacity: int) -> None:
-        """Room for `capacity` tokens: the bytes, and two views of them."""
+        """Room for `capacity` - 1 tokens: the bytes, and views of them. `words` are tokens in the machine's own byte
+        order, to compare; `contexts` are those of all positions, as bytes, and `windows` have one token more."""
         self.capacity = capacity
-        self.raw = bytearray(b"\xff") * (_BYTES * (capacity + self.depth))  # separators
-        self.buffer = np.frombuffer(self.raw, dtype=">u4")
-        self.windows = np.lib.stride_tricks.sliding_window_view(self.buffer, self.depth)
+        raw = bytearray(b"\xff") * (_BYTES * (capacity + self.depth + 1))  # separators
+        self.buffer = np.frombuffer(raw, dtype=">u4")
+        self.words = np.frombuffer(raw, dtype=np.uint32)
+        start = _BYTES * (capacity - 1)
+        self.windows = np.ndarray((capacity,), f"V{_BYTES * (self.depth + 1)}", raw, start, (-_BYTES,))
+        self.contexts = np.ndarray((capacity,), f"S{_BYTES * self.depth}", raw, start, (-_BYTES,))
 
     def _sorted_by_doubling(self, end: int) -> np.ndarray:
-        """Positions 0..end - 1 by context: ranks by 1, 2, 4, ... tokens until all differ or `depth` is reached.
+        """Positions 0..end - 1 by context, int64: ranks by 1, 2, 4, ... tokens until all differ or `depth` is reached.
 
         Source: Manber and Myers 1990, with numpy's sort.
         """
-        text = self.tokens()[:end]
-        rank = np.unique(text, return_inverse=True)[1] + 1
+        contexts = Occurrences(self.tokens()[:end])
         seen = 1
-        while seen < self.depth and rank.max(initial=0) < end:
-            before = np.full_like(rank, end + 1)  # beyond the text's start lies the separator, the largest of all
-            before[seen:] = rank[:-seen]
-            rank = np.unique(rank * (end + 2) + before, return_inverse=True)[1] + 1
+        while seen < self.depth and len(contexts.first) < end:
+            before = np.full(end, end)  # beyond the text's start lies the separator, the largest of all
+            before[seen:] = contexts.rank[:-seen]
+            contexts = Occurrences(contexts.rank * (end + 1) + before)
             seen *= 2
-        return np.argsort(rank, kind="stable").astype(np.int32)
+        return contexts.order
 
 
 class SuffixStore:

@@ -124,7 +124,6 @@ def _pooled(rows: Sequence[Row]) -> float | None:
 # -- what explains it -------------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
 def examine(
     decoder: SpeculativeDecoder, cells: Sequence[Cell], encoded: Mapping[str, Any],
     rows: Mapping[tuple[str, str], Mapping[str, Any]],
@@ -163,6 +162,7 @@ class Laws:
     draft_entropy: torch.Tensor
 
     @staticmethod
+    @torch.no_grad()
     def along(
         decoder: SpeculativeDecoder, ids: Sequence[int], tokens: Sequence[int], generation: Mapping[str, Any]
     ) -> Laws:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.errors import SpecdecError
+from specdec.prompts import encode_prompts
 from specdec.research.prompt_sources import HUB, Entry, Messages, Source, read
 
 DATA = Path(__file__).parent / "data"
@@ -99,6 +100,12 @@ def as_given(prompt: Prompt, tokenizer: Any, chat: Any = "auto", longest: int | 
         if len(ids) > longest:
             messages[-1]["content"] = tokenizer.decode(ids[:longest])
     return messages if with_template(tokenizer, chat) else messages[0]["content"]
+
+
+def encode_texts(prompts: Sequence[Prompt], tokenizer: Any, model: Any, longest: int) -> list[list[int]]:
+    """Ids of the prompts, through the chat template if there is one; texts of more than `longest` tokens are cut."""
+    given = [as_given(prompt, tokenizer, "auto", longest) for prompt in prompts]
+    return encode_prompts(given, tokenizer, model.config.vocab_size, model.config.max_position_embeddings)
 
 
 def _find(name_or_path: str | Path) -> tuple[str, Iterator[Entry]]:

@@ -29,9 +29,8 @@ from specdec.acceptance import RULES
 from specdec.decoder import SpeculativeDecoder
 from specdec.errors import SpecdecError
 from specdec.loading import LoadedPair, pick_device
-from specdec.prompts import encode_prompts
 from specdec.research.bench import origin
-from specdec.research.datasets import Prompt, load_prompts
+from specdec.research.datasets import encode_texts, load_prompts
 from specdec.research.equality import PassShape, content_dependence, float32_reference, why_not_equal
 from specdec.research.inflate import Inflation, coarsen, inflate
 from specdec.result import Generation
@@ -215,7 +214,7 @@ class Models:
         home = torch.device("cpu") if grown is not None else device
         pair = LoadedPair.load(config.target, config.draft, device=home, dtype="float32", draft_dtype="float32")
         draft = pair.draft if pair.draft is not None else coarsen(pair.target, config.coarsen)
-        ids = encode_texts(chosen, pair.tokenizer, pair.target, config)
+        ids = encode_texts(chosen, pair.tokenizer, pair.target, config.longest)
         return Models(config, device, pair.target, draft, pair.tokenizer, ids)
 
     def decoder(self, dtype: str) -> SpeculativeDecoder:
@@ -237,19 +236,6 @@ class Models:
             size = sum(p.numel() for p in runner.model.parameters())
             made[role] = {"parameters": size, **{n: getattr(runner.config, n) for n in names}}
         return made
-
-
-def encode_texts(prompts: Sequence[Prompt], tokenizer: Any, model: Any, config: ExactnessConfig) -> list[list[int]]:
-    """Ids of the prompts, through the chat template if there is one; longer texts are cut at `config.longest`."""
-    texts = []
-    for prompt in prompts:
-        ids = tokenizer(prompt.text, add_special_tokens=False)["input_ids"]
-        texts.append(prompt.text if len(ids) <= config.longest else tokenizer.decode(ids[: config.longest]))
-    chats: list[Any] = texts
-    if getattr(tokenizer, "chat_template", None):
-        chats = [[{"role": "user", "content": text}] for text in texts]
-    rows = encode_prompts(chats, tokenizer, model.config.vocab_size, model.config.max_position_embeddings)
-    return [list(row) for row in rows]
 
 
 @dataclass

@@ -85,10 +85,11 @@ class Inflation:
 
 
 # For SmolLM2-135M (576 wide, 30 layers, 9 query and 3 K/V heads). 2304 = 4 * 576: the norms' factor is 1/2, which
-# bfloat16 holds exactly.
+# bfloat16 multiplies by exactly; with 3/8 for 4096 they are rounded once more.
 PRESETS = {
     "1b": Inflation(hidden_size=2304, layers=30, intermediate_size=4096, kv_heads=8),  # 1.25 billion parameters
     "3b": Inflation(hidden_size=2304, layers=40, intermediate_size=9216, kv_heads=12),  # 3.23 billion
+    "6b": Inflation(hidden_size=4096, layers=32, intermediate_size=12288, kv_heads=21),  # 6.44 billion
 }
 
 

@@ -13,12 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from specdec.costs import CostTable
 from specdec.drafters import make_drafters
 from specdec.drafters.base import DraftContext, DraftRequest
 from specdec.drafters.chain import Chain, build_chain
+from specdec.drafters.length import LengthController, unlimited
 from specdec.errors import SpecdecError
 from specdec.kv_cache import common_prefix
+from specdec.runner import Shapes
 from specdec.stats import RoundRecord
 
 
@@ -58,13 +62,30 @@ def load_texts(path: str | Path) -> list[Text]:
         raise SpecdecError(f"{path} is not a file of texts: {error}") from None
 
 
-def model_free_chain(strategies: Any, longest: int) -> Chain:
-    """A fresh chain of strategies that read ids only, for texts of up to `longest` tokens."""
+def model_free_chain(strategies: Any, longest: int, costs: CostTable | None = None) -> Chain:
+    """A fresh chain of strategies that read ids only, for texts of up to `longest` tokens; costs: with automatic
+    length, as on a CPU."""
     drafters = make_drafters(strategies, has_draft=False)
     for drafter in drafters:
         if drafter.name in ("draft-model", "eagle3", "early-exit"):
             raise SpecdecError(f"strategy {drafter.name!r} needs a model: it cannot be replayed on ids")
-    return build_chain(drafters, DraftContext(batch=1, capacity=longest, vocab_size=1 << 31))
+    context = DraftContext(batch=1, capacity=longest, vocab_size=1 << 31)
+    if costs is None:
+        return build_chain(drafters, context)
+    shapes = Shapes.choose(torch.device("cpu"), False, longest)
+    chain = build_chain([unlimited(d, shapes.verify_width - 1) for d in drafters], context)
+    chain.lengths = LengthController(chain.drafters, [True] * len(drafters), costs, shapes, 1, free=True)
+    return chain
+
+
+def replayed_seconds(chain: Chain, prompt: np.ndarray, records: Sequence[RoundRecord], costs: CostTable) -> float:
+    """What the rounds of a replay would take at batch 1, prefill left out; `chain`: fresh before it, for its calls."""
+    seconds, size = 0.0, len(prompt)
+    for record in records:
+        seconds += costs.seconds("target", 1, size - 1, 1 + record.drafted) + costs.round
+        size += record.accepted + 1
+    calls = zip(chain.labels, chain.drafters, strict=True)
+    return seconds + sum(chain.counters[label].n_call_draft * costs.call(d.name) for label, d in calls)
 
 
 def replay(chain: Chain, prompt: np.ndarray, output: np.ndarray, n_max: int = 0, row: int = 0) -> list[RoundRecord]:

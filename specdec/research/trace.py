@@ -49,7 +49,7 @@ class Trace:
     tokens: dict[int, str]
     provenance: dict[str, Any]
     stats: dict[str, Any]
-    result: Generation | None = field(default=None, repr=False, compare=False)
+    result: Generation | None = field(default=None, compare=False)
 
     @property
     def strategies(self) -> list[str]:
@@ -113,6 +113,11 @@ class Trace:
             except OSError as error:
                 raise SpecdecError(f"{path} cannot be written: {error.strerror}") from None
         return html
+
+    def __repr__(self) -> str:
+        # A notebook stores the text form beside the page, and a whole trace would be megabytes of it.
+        drafters = ", ".join(self.strategies) or "nobody"
+        return f"Trace({len(self.rows)} rows, {len(self.rounds)} rounds, drafted by {drafters})"
 
     def _repr_html_(self) -> str:
         from specdec.research.token_page import frame

@@ -10,10 +10,7 @@ over the repeats. Token ids are compared, never assumed equal.
 from __future__ import annotations
 
 import json
-import os
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -27,7 +24,7 @@ from specdec.config import PairConfig, RunConfig
 from specdec.demo_models import target_path
 from specdec.errors import SpecdecError
 from specdec.prompts import encode_prompts
-from specdec.provenance import versions
+from specdec.research.bench.origin import origin
 from specdec.research.datasets import Prompt, load_prompts
 from specdec.research.demo import DEMO, load_decoder
 from specdec.research.smollm2 import fetch_folder
@@ -262,41 +259,3 @@ def equal(result: dict[str, Any]) -> bool:
     """Whether every method gave plain decoding's token ids in every suite that ran."""
     suites = [s for s in result["suites"].values() if "skipped" not in s]
     return all(same for s in suites for same in s["summary"]["total"]["equal_token_ids"].values())
-
-
-def machine() -> dict[str, Any]:
-    """The machine in words, without its name."""
-    model = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), model)
-    except OSError:
-        pass
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {
-        "system": platform.system(), "architecture": platform.machine(), "processor": model, "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(), "gpu": gpu,
-    }  # fmt: skip
-
-
-def origin() -> dict[str, Any]:
-    """When, by what and where a result is made: `date` (UTC), `commit`, `versions`, `machine`."""
-    date = time.strftime("%Y-%m-%d", time.gmtime())
-    return {"date": date, "commit": commit(), "versions": versions(), "machine": machine()}
-
-
-def commit() -> str | None:
-    """The commit of the checkout that runs, with `+` where files differ from it; SPECDEC_COMMIT overrides it, for
-    copies of a checkout; None where neither is there."""
-    given = os.environ.get("SPECDEC_COMMIT")
-    if given:
-        return given
-    root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():
-        return None
-    try:
-        found = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=root, capture_output=True, text=True)
-        state = subprocess.run(["git", "status", "--porcelain", "-uno"], cwd=root, capture_output=True, text=True)
-    except OSError:
-        return None
-    return found.stdout.strip() + ("+" if state.stdout.strip() else "") if found.returncode == 0 else None

@@ -1,0 +1,188 @@
+"""Measure automatic draft length on SmolLM2-135M in float32: every strategy against plain decoding, by category.
+
+    python scripts/measure_auto_length.py run --budget 1500 --out results/auto_length_cpu.json  # the model, two cores
+    python scripts/measure_auto_length.py simulate --out results/auto_length_simulated.json     # kept texts, one core
+    python scripts/write_results.py
+
+`run` measures the cost table once, keeps it in the result, and decodes every prompt plainly and with every strategy,
+in turns whose order rotates; seconds are wall-clock time of whole calls, prefill included. Prompts go round the
+categories, so that a run that is stopped (--budget seconds, or Ctrl-C) is as balanced as a whole one; started again
+with the same --out it goes on. `simulate` replays the strategies on the kept greedy texts of Spec-Bench prompts and
+adds up the table's seconds, prefill left out; --costs takes the file of a measured table or of a result of `run`, the
+default is the nominal table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import specdec
+from specdec.costs import CostTable, nominal_costs
+from specdec.research.bench import origin
+from specdec.research.bootstrap import ratio_of_ratios
+from specdec.research.datasets import load_prompts
+from specdec.research.replay import load_texts, model_free_chain, replay, replayed_seconds
+from specdec.research.smollm2 import fetch_folder
+from specdec.texts import write_atomically
+
+ROOT = Path(__file__).resolve().parents[1]
+TEXTS = ROOT / "results" / "texts_smollm2.npz"
+MODEL_FREE = ("prompt-lookup", "suffix", "ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache")
+PLAIN = "plain"
+NEW_TOKENS = 128
+Row = dict[str, Any]  # id, category, methods: {name: {seconds, tokens, drafted, skipped, same}}
+
+
+def decoder_of(costs: CostTable | None = None) -> specdec.SpeculativeDecoder:
+    return specdec.SpeculativeDecoder.from_pretrained(str(fetch_folder()), dtype="float32", strategies=[], costs=costs)
+
+
+# -- run -------------------------------------------------------------------------------------------------------------
+
+
+def run(out: Path, strategies: Sequence[str], per_category: int, budget: float) -> None:
+    """Measure, and write the result after every prompt."""
+    decoder = decoder_of()
+    result = _begun(out, decoder, strategies)
+    started = time.monotonic()
+    decoder.costs = CostTable.from_dict(result["costs"])
+    done = {row["id"] for row in result["rows"]}
+    decoder.generate([1] * 64, 8, strategies=[], ignore_eos=True)  # warm up
+    for prompt in _in_turns(per_category):
+        if prompt.id in done:
+            continue
+        if time.monotonic() - started > budget:
+            break
+        row = _measured(decoder, prompt, (PLAIN, *strategies), len(result["rows"]))
+        result["rows"].append(row)
+        result["summary"] = summary(result["rows"], strategies)
+        write_atomically(out, json.dumps(result, indent=1) + "\n")
+        seconds = {name: round(m["seconds"], 2) for name, m in row["methods"].items()}
+        print(f"{len(result['rows'])} {prompt.category} {seconds}", flush=True)
+
+
+def _begun(out: Path, decoder: specdec.SpeculativeDecoder, strategies: Sequence[str]) -> dict[str, Any]:
+    """The result to go on with: that of the file, if it is of the same strategies, else a new one with a cost table."""
+    if out.is_file():
+        found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+        if found["strategies"] == list(strategies):
+            return found
+        raise SystemExit(f"{out} holds the strategies {found['strategies']}: give another --out, or remove it")
+    costs = specdec.measure_costs(decoder, progress=lambda what: print(f"costs: {what}", flush=True))
+    return {
+        "benchmark": "automatic draft length", "kind": "run", **origin(), "new_tokens": NEW_TOKENS,
+        "strategies": list(strategies), "costs": costs.to_dict(), "rows": [],
+    }  # fmt: skip
+
+
+def _in_turns(per_category: int) -> list[Any]:
+    """The first prompts of each category, one of each category after the other."""
+    by_category: dict[str, list[Any]] = {}
+    for prompt in load_prompts("spec-bench"):
+        by_category.setdefault(prompt.category, []).append(prompt)
+    return [rows[i] for i in range(per_category) for rows in by_category.values() if i < len(rows)]
+
+
+def _measured(decoder: specdec.SpeculativeDecoder, prompt: Any, methods: Sequence[str], turn: int) -> Row:
+    room = decoder.target.context - NEW_TOKENS
+    tokenizer: Any = decoder.tokenizer
+    chat = [{"role": "user", "content": prompt.text}]
+    ids = [int(t) for t in tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)][:room]
+    figures: dict[str, Any] = {}
+    outputs = {}
+    shift = turn % len(methods)
+    for name in (*methods[shift:], *methods[:shift]):
+        started = time.perf_counter()
+        strategies = [] if name == PLAIN else [name]
+        out = decoder.generate(ids, NEW_TOKENS, strategies=strategies, draft_length="auto")
+        seconds = time.perf_counter() - started
+        outputs[name] = out.token_ids
+        skipped = sum(c.n_skipped for c in out.stats.counters.values())
+        figures[name] = {
+            "seconds": seconds, "tokens": out.stats.emitted_tokens, "rounds": out.stats.rounds,
+            "draft_tokens": out.stats.draft_tokens, "skipped": skipped,
+        }  # fmt: skip
+    for name in methods:
+        figures[name]["same"] = outputs[name] == outputs[PLAIN]
+    return {"id": prompt.id, "category": prompt.category, "prompt_tokens": len(ids), "methods": figures}
+
+
+# -- simulate --------------------------------------------------------------------------------------------------------
+
+
+def simulate(out: Path, strategies: Sequence[str], costs: CostTable, limit: int) -> None:
+    """Replay on the kept texts; `limit` > 0: at most so many texts a category."""
+    rows: list[Row] = []
+    seen: dict[str, int] = {}
+    for text in load_texts(TEXTS):
+        seen[text.category] = seen.get(text.category, 0) + 1
+        if len(text.output) == 0 or (limit and seen[text.category] > limit):
+            continue
+        starts = range(len(text.prompt) - 1, len(text.prompt) + len(text.output) - 1)
+        plain = sum(costs.seconds("target", 1, at, 1) + costs.round for at in starts)
+        figures: dict[str, Any] = {PLAIN: {"seconds": plain, "tokens": len(text.output)}}
+        for name in strategies:
+            chain = model_free_chain([name], len(text.prompt) + len(text.output), costs)
+            records = replay(chain, text.prompt, text.output)
+            seconds = replayed_seconds(chain, text.prompt, records, costs)
+            figures[name] = {"seconds": seconds, "tokens": len(text.output), "rounds": len(records)}
+        rows.append({"id": text.id, "category": text.category, "methods": figures})
+        if len(rows) % 40 == 0:
+            print(len(rows), flush=True)
+    result = {
+        "benchmark": "automatic draft length", "kind": "simulated", **origin(), "new_tokens": NEW_TOKENS,
+        "strategies": list(strategies), "costs": costs.to_dict(), "summary": summary(rows, strategies),
+    }  # fmt: skip
+    write_atomically(out, json.dumps(result, indent=1) + "\n")
+
+
+def summary(rows: Sequence[Row], strategies: Sequence[str]) -> dict[str, Any]:
+    """By category and over all: prompts, and every strategy's speed over plain's with its 95 % interval, from a paired
+    bootstrap over the prompts."""
+    groups = {c: [r for r in rows if r["category"] == c] for c in dict.fromkeys(r["category"] for r in rows)}
+    made = {}
+    for category, group in {**groups, "all": list(rows)}.items():
+        plain = _column(group, PLAIN)
+        speeds = {name: ratio_of_ratios(_column(group, name), plain).to_dict() for name in strategies}
+        made[category] = {"prompts": len(group), "speedups": speeds}
+    return made
+
+
+def _column(rows: Sequence[Row], method: str) -> tuple[list[float], list[float]]:
+    figures = [r["methods"][method] for r in rows]
+    return [f["tokens"] for f in figures], [f["seconds"] for f in figures]
+
+
+def _costs_of(path: Path | None) -> CostTable:
+    if path is None:
+        return nominal_costs(decoder_of().target)
+    data = json.loads(path.read_text(encoding="utf-8"))
+    return CostTable.from_dict(data.get("costs", data), str(path))
+
+
+def main() -> None:
+    """Measure or simulate, and write the JSON file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("run", "simulate"))
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--strategies", help=f"comma-separated; default: all of {', '.join(MODEL_FREE)}")
+    parser.add_argument("--prompts", type=int, default=None, help="a category; default: 3 to run, all to simulate")
+    parser.add_argument("--budget", type=float, default=1e9, help="run: seconds after which no new prompt is begun")
+    parser.add_argument("--costs", type=Path, help="simulate: a measured table")
+    arguments = parser.parse_args()
+    warnings.filterwarnings("ignore", message="ngram-mod")
+    strategies = tuple((arguments.strategies or ",".join(MODEL_FREE)).split(","))
+    if arguments.what == "run":
+        run(arguments.out, strategies, 3 if arguments.prompts is None else arguments.prompts, arguments.budget)
+    else:
+        simulate(arguments.out, strategies, _costs_of(arguments.costs), arguments.prompts or 0)
+
+
+if __name__ == "__main__":
+    main()

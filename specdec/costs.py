@@ -1,0 +1,299 @@
+"""What passes cost: the table from which automatic draft length chooses (drafters/length.py, docs/automatic_length.md).
+
+`nominal_costs` computes a table from the models' sizes, data types and kind of device: the same on every machine,
+so that a run can be repeated. `measure_costs` times this machine once; what it returns is frozen, and can be a file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import yaml
+
+from specdec.config import check_number
+from specdec.drafters import STRATEGIES
+from specdec.drafters.base import DraftContext, DraftRequest, RowDrafter
+from specdec.errors import SpecdecError
+from specdec.provenance import device_name
+from specdec.runner import Runner, Shapes
+from specdec.texts import parse_json, parse_yaml, write_atomically
+
+if TYPE_CHECKING:
+    from specdec.decoder import SpeculativeDecoder
+
+Table = tuple[tuple[tuple[float, ...], ...], ...]
+
+WIDTHS = (1, 2, 3, 5, 9, 13, 17)
+CONTEXTS = (128, 1024)
+CALL_SECONDS = 5e-5  # of a strategy that was not timed, a row
+SUFFIX_SECONDS = 3e-4
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Seconds, by batch, context and width in tokens. Raises SpecdecError for a table of another form.
+
+    target, draft: [batches][contexts][widths], of one pass (draft: None = no draft model); round: of a round beside its
+    passes; calls: of one row's call of a strategy without a model, by name; device: in words; source: "nominal" or
+    "measured".
+    """
+
+    target: Table
+    draft: Table | None = None
+    batches: tuple[int, ...] = (1,)
+    contexts: tuple[int, ...] = (0,)
+    widths: tuple[int, ...] = (1, 2)
+    round: float = 0.0
+    calls: Mapping[str, float] = field(default_factory=dict)
+    device: str = ""
+    source: str = "nominal"
+
+    def __post_init__(self) -> None:
+        for name in ("batches", "contexts", "widths"):
+            values = tuple(getattr(self, name))
+            if not values or list(values) != sorted(set(values)) or (name != "contexts" and values[0] != 1):
+                start = "" if name == "contexts" else " from 1"
+                raise SpecdecError(f"costs: {name} must ascend{start}, got {list(values)}")
+            object.__setattr__(self, name, values)
+        if len(self.widths) < 2:
+            raise SpecdecError("costs: widths must be two or more")
+        check_number("costs: round", self.round, 0.0, math.inf)
+        for name, seconds in dict(self.calls).items():
+            check_number(f"costs: calls of {name!r}", seconds, 0.0, math.inf)
+        for name in ("target", "draft"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, self._checked(name, getattr(self, name)))
+
+    def _checked(self, name: str, value: Any) -> Table:
+        shape = (len(self.batches), len(self.contexts), len(self.widths))
+        try:
+            array = np.asarray(value, dtype=np.float64)
+        except (TypeError, ValueError):
+            array = np.zeros(0)
+        if array.shape != shape or not np.isfinite(array).all() or (array <= 0).any():
+            raise SpecdecError(f"costs: {name} must hold positive seconds by batch, context and width, {shape}")
+        return tuple(tuple(tuple(row) for row in block) for block in array.tolist())
+
+    def seconds(self, role: str, batch: int, context: int, width: int) -> float:
+        """One pass of `role` ("target" or "draft") over `width` tokens of each of `batch` rows at `context` tokens.
+
+        Between entries linear. Beyond the largest batch or width a pass costs what as many tokens in one row would,
+        in a straight line through the two widest entries.
+        """
+        table = self.target if role == "target" else self.draft
+        if table is None:
+            raise SpecdecError("costs: the table has no draft model")
+        index = max(i for i, b in enumerate(self.batches) if b <= batch)
+        tokens = width * batch / self.batches[index]
+        column = [_line(tokens, self.widths, row) for row in table[index]]
+        return float(np.interp(context, self.contexts, column))
+
+    def call(self, name: str) -> float:
+        """Seconds of one row's call of a strategy without a model."""
+        return self.calls.get(name, SUFFIX_SECONDS if name == "suffix" else CALL_SECONDS)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        made: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return made
+
+    @staticmethod
+    def from_dict(data: Any, where: str = "costs") -> CostTable:
+        """The table that `to_dict` wrote. Raises SpecdecError for anything else."""
+        known = {f.name for f in fields(CostTable)}
+        if not isinstance(data, Mapping) or "target" not in data or not set(data) <= known:
+            raise SpecdecError(f"{where}: not a cost table; its keys are {', '.join(sorted(known))}")
+        return CostTable(**data)
+
+    def save(self, path: str | Path) -> None:
+        """Write a file for `load`: YAML if its name ends so, else JSON."""
+        plain, file = self.to_dict(), Path(path)
+        text = yaml.safe_dump(plain, sort_keys=False) if _is_yaml(file) else json.dumps(plain, indent=1) + "\n"
+        write_atomically(file, text)
+
+    @staticmethod
+    def load(path: str | Path) -> CostTable:
+        """A file of `save`. Raises SpecdecError for a missing file, or one that holds no cost table."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise SpecdecError(f"costs: {path} cannot be read: {error}") from None
+        parse = parse_yaml if _is_yaml(Path(path)) else parse_json
+        return CostTable.from_dict(parse(text, str(path)), str(path))
+
+
+def _is_yaml(path: Path) -> bool:
+    return path.suffix in (".yaml", ".yml")
+
+
+def as_costs(value: Any) -> CostTable | None:
+    """A table as users give it: None, a CostTable, its plain data, or the path of a file."""
+    if value is None or isinstance(value, CostTable):
+        return value
+    if isinstance(value, Mapping):
+        return CostTable.from_dict(value)
+    if isinstance(value, (str, Path)):
+        return CostTable.load(value)
+    raise SpecdecError(f"costs must be a CostTable, its data, or the path of a file, got {value!r}")
+
+
+def _line(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
+    if x <= xs[-1]:
+        return float(np.interp(x, xs, ys))
+    slope = max(0.0, (ys[-1] - ys[-2]) / (xs[-1] - xs[-2]))
+    return ys[-1] + slope * (x - xs[-1])
+
+
+# -- nominal ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Machine:
+    """bandwidth: bytes a second; arithmetic: operations a second; layer: seconds of a layer beside them; launch: a
+    layer's least, because the host starts its kernels one by one."""
+
+    bandwidth: float
+    arithmetic: float
+    layer: float
+    launch: float = 0.0
+
+    def seconds(self, runner: Runner, tokens: int) -> float:
+        """A pass: weights are read once, and every token takes two operations a weight."""
+        head = runner.model.get_output_embeddings()
+        table = runner.model.get_input_embeddings().weight
+        tied = head is None or head.weight is table
+        weights = [p for p in runner.model.parameters() if tied or p is not table]
+        layers = int(getattr(runner.config, "num_hidden_layers", 1))
+        size = sum(p.numel() * p.element_size() for p in weights)
+        work = 2.0 * sum(p.numel() for p in weights) * tokens
+        return max(layers * self.launch, layers * self.layer + size / self.bandwidth + work / self.arithmetic)
+
+
+# Fitted to SmolLM2-135M in float32 on two cores (44, 65 and 88 ms for 1, 5 and 9 tokens), and to an 8B Llama in
+# bfloat16 on an H100: 23-24 ms eagerly, 9.1, 9.9 and 10.3 ms for 1, 8 and 16 tokens by CUDA graphs.
+_CPU = _Machine(bandwidth=17e9, arithmetic=49e9, layer=2.5e-4)
+_CUDA = _Machine(bandwidth=3e12, arithmetic=150e12, layer=1.3e-4)
+_CUDA_EAGER = _Machine(bandwidth=3e12, arithmetic=150e12, layer=1.3e-4, launch=7.2e-4)
+_ROUND = 1.5e-3
+
+
+def nominal_costs(target: Runner, draft: Runner | None = None) -> CostTable:
+    """A table computed from sizes, data types and kind of device: the same wherever the models are the same."""
+    widths = (1, 2, 17)
+
+    def table(runner: Runner) -> Table:
+        if runner.device.type == "cpu":
+            machine = _CPU
+        else:
+            machine = _CUDA_EAGER if runner.mode == "off" else _CUDA
+        return ((tuple(machine.seconds(runner, w) for w in widths),),)
+
+    made = None if draft is None else table(draft)
+    return CostTable(table(target), made, (1,), (0,), widths, _ROUND, device=target.device.type, source="nominal")
+
+
+def costs_for(
+    drafters: Sequence[Any], chosen: Sequence[bool], given: CostTable | None, target: Runner, draft: Runner | None
+) -> CostTable:
+    """What the lengths of these strategies are chosen from. Raises SpecdecError where the draft model is not in it."""
+    model = any(a and d.name == "draft-model" for d, a in zip(drafters, chosen, strict=True))
+    if given is not None and model and given.draft is None:
+        raise SpecdecError("costs: the table has no draft model, and the length of draft-model is automatic")
+    return given or nominal_costs(target, draft)
+
+
+# -- measured --------------------------------------------------------------------------------------------------------
+
+
+def measure_costs(
+    decoder: SpeculativeDecoder, batches: Sequence[int] = (1,), contexts: Sequence[int] = CONTEXTS,
+    widths: Sequence[int] = WIDTHS, repeats: int = 5, progress: Callable[[str], None] = lambda what: None,
+) -> CostTable:  # fmt: skip
+    """Time this machine, for `generate(..., costs=...)`: medians over `repeats` turns, in each of which every pass is
+    timed once, so that what slows the machine down for a while falls on all alike. SmolLM2 on two cores: 10 s.
+
+    batches, widths: ascending from 1. Raises SpecdecError for others, and for contexts that the target does not have.
+    """
+    roles = {name: r for name, r in (("target", decoder.target), ("draft", decoder.draft)) if r is not None}
+    room = min(r.context for r in roles.values()) - max(widths)
+    contexts = tuple(sorted({min(c, room) for c in contexts}))
+    if not contexts or contexts[0] < 1:
+        raise SpecdecError(f"costs: contexts must be at least 1 and fit into the models, got {list(contexts)}")
+    cells = [(r, b, c, w) for r in roles for b in batches for c in contexts for w in widths]
+    times: dict[Any, list[float]] = {cell: [] for cell in cells}
+    for turn in range(repeats + 1):
+        progress(f"turn {turn} of {repeats}")
+        for role, batch, context, width in cells:
+            seconds = _pass_seconds(roles[role], batch, context, width)
+            if turn:  # the first one warms up
+                times[role, batch, context, width].append(seconds)
+    tables = {
+        role: [[[statistics.median(times[role, b, c, w]) for w in widths] for c in contexts] for b in batches]
+        for role in roles
+    }
+    plain = tables["target"][0][0][list(widths).index(1)]
+    return CostTable(
+        tables["target"], tables.get("draft"), tuple(batches), contexts, tuple(widths),  # type: ignore[arg-type]
+        max(0.0, _round_seconds(decoder, contexts[0]) - plain), _call_seconds(STRATEGIES.values()),
+        device_name(decoder.target.device), "measured",
+    )  # fmt: skip
+
+
+def _pass_seconds(runner: Runner, batch: int, context: int, width: int) -> float:
+    shapes = Shapes.choose(runner.device, False, context + width)
+    cache = runner.lease(batch, context + width)
+    try:
+        tokens = torch.zeros((batch, shapes.width(width)), dtype=torch.int64, device=runner.device)
+        for _ in range(2 if runner.graphs is not None else 1):  # a graph is recorded before it is timed
+            _wait(runner.device)
+            started = time.perf_counter()
+            runner.step(cache, shapes, tokens, [context] * batch, [width] * batch)
+            _wait(runner.device)
+            seconds = time.perf_counter() - started
+    finally:
+        runner.pool.give_back(cache)
+    return seconds
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _round_seconds(decoder: SpeculativeDecoder, context: int, tokens: int = 12) -> float:
+    """Seconds of a plain round, its pass included."""
+    prompt = [1 % decoder.target.vocab_size] * max(1, min(context, decoder.target.context - tokens))
+    rounds = []
+    for _ in range(3):
+        times = decoder.generate(prompt, tokens, strategies=[], ignore_eos=True).stats.times
+        rounds.append((times.total - times.prefill) / tokens)
+    return statistics.median(rounds)
+
+
+def _call_seconds(strategies: Iterable[type[Any]], tokens: int = 1000, rounds: int = 30) -> dict[str, float]:
+    """Seconds of a call of every strategy without a model, on a text that repeats and varies."""
+    ids = np.random.default_rng(0).integers(0, 200, tokens + rounds + 1)
+    ids[tokens // 2 :: 7] = 5
+    calls = {}
+    for kind in strategies:
+        if not issubclass(kind, RowDrafter):
+            continue
+        drafter = kind().fresh(DraftContext(1, len(ids), 1 << 31))
+        drafter.begin(0, ids[: tokens - 1])
+        times = []
+        for size in range(tokens, tokens + rounds):
+            started = time.perf_counter()
+            drafter.draft([DraftRequest(0, ids[: size - 1], int(ids[size - 1]), 5, size - 1)])
+            drafter.accept(0, 0, True)
+            times.append(time.perf_counter() - started)
+        calls[drafter.name] = statistics.median(times)
+    return calls

@@ -1,0 +1,5 @@
+"""Benchmarks: the smoke suites, and whole runs from a file against other implementations."""
+
+from specdec.research.bench.origin import commit, machine, origin
+
+__all__ = ["commit", "machine", "origin"]

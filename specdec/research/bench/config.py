@@ -1,0 +1,232 @@
+"""What a benchmark file says: the models, the contenders, the scenarios, what is measured beside them, and targets.
+
+configs/bench_h100.yaml shows every key. Unknown keys are errors, also below `contenders`, whose options depend on
+their kind (contenders/).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from specdec.config import as_list, check_number, check_whole, from_dict
+from specdec.errors import SpecdecError
+
+T = TypeVar("T")
+SEPARATOR = "/"  # of the paths by which targets name figures
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class ModelChoice:
+    """The pair. target, draft: a hub id, a folder, a GGUF file, `demo-target` / `demo-draft`, or `smollm2-135m`
+    (fetched, or from what the variable SPECDEC_SMOLLM2 names: `smollm2.folder_of`); draft None = the target as loaded,
+    coarsened by `coarsen`; inflate: sizes to grow the target to, as `Inflation.parse` takes them; dtype None = bfloat16
+    on a GPU, float32 on a CPU."""
+
+    target: str = "demo-target"
+    draft: str | None = "demo-draft"
+    inflate: str | None = None
+    coarsen: float = 0.2
+    device: str | None = None
+    dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        check_number("models: coarsen", self.coarsen, 0.0, 1.0)
+        if self.dtype is not None and self.dtype not in _DTYPES:
+            raise SpecdecError(f"models: dtype must be one of {', '.join(_DTYPES)}, got {self.dtype!r}")
+
+
+@dataclass(frozen=True)
+class DataChoice:
+    """Prompts: a set of `load_prompts`, through the chat template where there is one; seed: of the choice; longest:
+    tokens of a prompt's text, the rest is cut."""
+
+    dataset: str = "spec-bench"
+    categories: tuple[str, ...] | None = None
+    seed: int = 0
+    longest: int = 512
+
+    def __post_init__(self) -> None:
+        check_whole("data: longest", self.longest, 1)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One workload for some contenders.
+
+    contenders: names, None = all; batch: rows of a call; prompts: rows in all; repeats: at most, as time allows;
+    context: give every prompt this many tokens, None = as they are; ignore_eos: go on after an end token; share: of the
+    time limit, relative to the other scenarios.
+    """
+
+    contenders: tuple[str, ...] | None = None
+    batch: int = 1
+    prompts: int = 8
+    max_new_tokens: int = 64
+    repeats: int = 3
+    context: int | None = None
+    ignore_eos: bool = False
+    share: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "prompts", "max_new_tokens", "repeats"):
+            check_whole(f"scenario: {name}", getattr(self, name), 1)
+        if self.context is not None:
+            check_whole("scenario: context", self.context, 1)
+        if self.prompts % self.batch:
+            raise SpecdecError(f"scenario: {self.prompts} prompts do not fill calls of {self.batch} rows")
+        check_number("scenario: share", self.share, 0.0, 1e6)
+
+
+@dataclass(frozen=True)
+class PassChoice:
+    """Single passes of the target, for the contenders named (kind `specdec`): batches x widths (tokens a row) x lengths
+    (K/V slots)."""
+
+    contenders: tuple[str, ...] = ("plain",)
+    batches: tuple[int, ...] = (1,)
+    widths: tuple[int, ...] = (1, 8)
+    lengths: tuple[int, ...] = (512,)
+
+    def __post_init__(self) -> None:
+        for name in ("batches", "widths", "lengths"):
+            for value in getattr(self, name):
+                check_whole(f"passes: {name}", value, 1)
+
+
+@dataclass(frozen=True)
+class ProfileChoice:
+    """A profile of `rounds` rounds of some contenders (kind `specdec`) on the first prompt of `scenario`, after
+    `skip` others."""
+
+    contenders: tuple[str, ...] = ("draft-model",)
+    scenario: str | None = None
+    rounds: int = 6
+    skip: int = 3
+
+    def __post_init__(self) -> None:
+        check_whole("profile: rounds", self.rounds, 1)
+        check_whole("profile: skip", self.skip, 0)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A figure that is wanted: `value`, divided by `over` if there is one, at least or at most a number.
+
+    Figures are named by their path in the result: `scenarios/NAME/CONTENDER/FIGURE`, `passes/CONTENDER/PASS/FIGURE`,
+    `profile/CONTENDER/FIGURE`. Of several paths in `over` the largest figure counts (`best: min` = the smallest).
+    """
+
+    value: str
+    over: Any = None
+    best: Literal["max", "min"] = "max"
+    at_least: float | None = None
+    at_most: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.at_least is None) == (self.at_most is None):
+            raise SpecdecError(f"target {self.value!r}: give at_least or at_most, one of them")
+        if self.best not in ("max", "min"):
+            raise SpecdecError(f"target {self.value!r}: best must be max or min, got {self.best!r}")
+
+    @property
+    def divisors(self) -> list[str]:
+        """The paths of `over`."""
+        return [str(path) for path in as_list(self.over)]
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """A benchmark. reference: the contender (plain decoding) whose token ids the others are compared with; minutes: the
+    time limit, None = none; it takes repeats away, never contenders."""
+
+    contenders: Mapping[str, Mapping[str, Any]]
+    scenarios: Mapping[str, Scenario]
+    models: ModelChoice = field(default_factory=ModelChoice)
+    data: DataChoice = field(default_factory=DataChoice)
+    passes: PassChoice | None = None
+    profile: ProfileChoice | None = None
+    targets: Mapping[str, Target] = field(default_factory=dict)
+    reference: str = "plain"
+    minutes: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, cls in _PARTS.items():
+            value = getattr(self, name)
+            if isinstance(value, Mapping):
+                object.__setattr__(self, name, from_dict(cls, value, name))
+        for name, cls in _TABLES.items():
+            object.__setattr__(self, name, _table(name, getattr(self, name), cls))
+        self._check()
+
+    def _check(self) -> None:
+        if not (isinstance(self.contenders, Mapping) and self.contenders and self.scenarios):
+            raise SpecdecError("a benchmark needs contenders and scenarios")
+        for name, options in self.contenders.items():
+            if not isinstance(options, Mapping) or "kind" not in options or SEPARATOR in name:
+                raise SpecdecError(f"contender {name!r}: expected options with a kind, and a name without {SEPARATOR}")
+        if self.minutes is not None:
+            check_number("minutes", self.minutes, 0.0, 1e6)
+        named: dict[str, tuple[str, ...]] = {"reference": (self.reference,)}
+        named |= {f"scenario {name}": s.contenders or () for name, s in self.scenarios.items()}
+        named |= {part: getattr(self, part).contenders for part in ("passes", "profile") if getattr(self, part)}
+        for where, names in named.items():
+            unknown = [name for name in names if name not in self.contenders]
+            if unknown:
+                raise SpecdecError(f"{where}: no contender {unknown[0]!r}; there are {', '.join(self.contenders)}")
+        if self.profile and self.profile.scenario not in (None, *self.scenarios):
+            raise SpecdecError(f"profile: no scenario {self.profile.scenario!r}")
+
+    def check_targets(self) -> None:
+        """Raise SpecdecError for a target whose figure nothing in this config gives: minutes before it is missed."""
+        for name, target in self.targets.items():
+            for path in (target.value, *target.divisors):
+                part, *rest = path.split(SEPARATOR)
+                if part == "scenarios" and len(rest) > 2 and rest[0] in self.scenarios:
+                    known = self.taking_part(self.scenarios[rest[0]])
+                    found = rest[1] in known
+                elif part in ("passes", "profile") and getattr(self, part) is not None and len(rest) > 1:
+                    found = rest[0] in getattr(self, part).contenders
+                else:
+                    found = False
+                if not found:
+                    raise SpecdecError(f"target {name!r}: {path}: nothing here gives this figure")
+
+    def taking_part(self, scenario: Scenario) -> list[str]:
+        """Names of a scenario's contenders, the reference first: the others are compared with it."""
+        names = list(scenario.contenders or self.contenders)
+        return sorted(names, key=lambda name: name != self.reference)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data without this machine's paths."""
+        names = {name: getattr(self.models, name) for name in ("target", "draft")}
+        files = {name: value and Path(value).name for name, value in names.items()}
+        return {**asdict(self), "models": {**asdict(self.models), **files}}
+
+
+_PARTS: dict[str, type[Any]] = {
+    "models": ModelChoice, "data": DataChoice, "passes": PassChoice, "profile": ProfileChoice,
+}  # fmt: skip
+_TABLES: dict[str, type[Any]] = {"scenarios": Scenario, "targets": Target}
+
+
+def _table(what: str, values: Any, cls: type[T]) -> dict[str, T]:
+    """Name -> entry. Raises SpecdecError."""
+    if not isinstance(values, Mapping):
+        raise SpecdecError(f"{what}: expected a mapping of names, got {type(values).__name__}")
+    made = {}
+    for name, value in values.items():
+        made[str(name)] = value if isinstance(value, cls) else from_dict(cls, value, f"{what}: {name}")
+    return made
+
+
+def options_of(cls: type[T], name: str, options: Mapping[str, Any]) -> T:
+    """A contender's options. Raises SpecdecError for an unknown one."""
+    mine = {key: value for key, value in options.items() if key != "kind"}
+    made = from_dict(cls, mine, f"contender {name}")
+    if not isinstance(getattr(made, "generate", {}), Mapping):
+        raise SpecdecError(f"contender {name}: generate must be a mapping of options")
+    return made

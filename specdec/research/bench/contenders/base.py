@@ -1,0 +1,73 @@
+"""What a contender is: something that continues prompts, and can say why it cannot."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar
+
+from specdec.research.bench.config import options_of
+from specdec.research.bench.pair import Pair
+
+
+@dataclass
+class Output:
+    """What a run gave: ids that were generated, a list a row (the end token included); figures that can be summed over
+    runs, for those who count."""
+
+    token_ids: list[list[int]]
+    figures: dict[str, Any] = field(default_factory=dict)
+
+
+class Contender:
+    """One way of decoding with the pair's models, which it leaves as they are. To add one: `kind`, `options_class`, a
+    frozen dataclass, and the methods that raise here; and a line in contenders/__init__.py.
+
+    Raises SpecdecError for options that it does not have.
+    """
+
+    kind: ClassVar[str]
+    options_class: ClassVar[type[Any]]
+    pair: Pair
+
+    def __init__(self, name: str, options: Mapping[str, Any]):
+        self.name = name
+        self.options: Any = options_of(self.options_class, name, options)
+
+    def enter(self, pair: Pair) -> None:
+        """Take the models; called once, before the first run."""
+        self.pair = pair
+
+    def settings(self) -> dict[str, Any]:
+        """Its options as plain data."""
+        return asdict(self.options)
+
+    def version(self) -> str | None:
+        """The version of what runs, None where it is not installed."""
+        raise NotImplementedError
+
+    def refuses(self, batch: int) -> str | None:
+        """Why it cannot run `batch` rows here, or None."""
+        raise NotImplementedError
+
+    def run(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, ignore_eos: bool) -> Output:
+        """Continue the prompts, all in one call. Whatever it raises is recorded as its failure."""
+        raise NotImplementedError
+
+
+def installed(package: str) -> str | None:
+    """The version of an installed package; None: not there."""
+    if importlib.util.find_spec(package) is None:
+        return None
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def until_end(row: Sequence[int], ends: Sequence[int]) -> list[int]:
+    """A row up to its first end token, which stays."""
+    stops = [i for i, token in enumerate(row) if token in ends]
+    return list(row[: stops[0] + 1] if stops else row)

@@ -1,0 +1,129 @@
+"""From the runs of a scenario to its figures.
+
+A run is one call. Seconds of a call are the median over the repeats; a speed is all tokens over all seconds, and its
+interval is the bootstrap's over calls (over repeats where there is one call). A ratio of two speeds is paired: both are
+drawn with the same calls.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from specdec import theory
+from specdec.research import bootstrap
+from specdec.research.bench.passes import PassCosts
+from specdec.research.bootstrap import Interval
+
+Run = Mapping[str, Any]
+WHOLE, DECODE = "tokens_per_second", "decode_tokens_per_second"
+
+
+def whole(run: Run) -> float:
+    """Seconds of a call."""
+    return float(run["seconds"])
+
+
+def decode(run: Run) -> float:
+    """Seconds of a call's rounds: without the prefill of both models, which theory has no term for."""
+    time = run["time"]
+    return float(time["total"] - time["prefill"] - time["draft_prefill"])
+
+
+SECONDS: dict[str, Callable[[Run], float]] = {WHOLE: whole, DECODE: decode}
+
+
+def columns(runs: Sequence[Run], seconds: Callable[[Run], float] = whole) -> tuple[list[float], list[float]]:
+    """(tokens, seconds), one entry a call, or a repeat where there is one call."""
+    calls = sorted({r["call"] for r in runs})
+    if len(calls) == 1:
+        return [float(r["tokens"]) for r in runs], [seconds(r) for r in runs]
+    groups = [[r for r in runs if r["call"] == call] for call in calls]
+    return [float(g[0]["tokens"]) for g in groups], [statistics.median(map(seconds, g)) for g in groups]
+
+
+def speed(runs: Sequence[Run], seconds: Callable[[Run], float] = whole) -> Interval:
+    """Tokens a second."""
+    return bootstrap.ratio(*columns(runs, seconds))
+
+
+def speed_ratio(a: Sequence[Run], b: Sequence[Run], seconds: Callable[[Run], float] = whole) -> Interval:
+    """Speed of a over speed of b, on the calls and repeats that both made."""
+    both = {(r["call"], r["repeat"]) for r in a} & {(r["call"], r["repeat"]) for r in b}
+    if not both:
+        return Interval(None)
+    mine, theirs = ([r for r in runs if (r["call"], r["repeat"]) in both] for runs in (a, b))
+    return bootstrap.ratio_of_ratios(columns(mine, seconds), columns(theirs, seconds))
+
+
+def summary(runs: Sequence[Run]) -> dict[str, Any]:
+    """Speed, and what those who count their rounds counted."""
+    made: dict[str, Any] = {"repeats": 1 + max(r["repeat"] for r in runs), WHOLE: speed(runs).to_dict()}
+    made["tokens"] = sum(r["tokens"] for r in runs)
+    if not all("rounds" in r for r in runs):
+        return made
+    rounds, drafted = total(runs, "rounds"), total(runs, "drafted_rounds")
+    made["tokens_per_round"] = total(runs, "generated_tokens") / max(1, rounds)
+    made["draft_length"] = total(runs, "draft_tokens") / drafted if drafted else 0.0
+    made["acceptance_length"] = 1 + total(runs, "accepted_tokens") / drafted if drafted else 1.0
+    if all("time" in r for r in runs):
+        made |= {DECODE: speed(runs, decode).to_dict(), "acceptance": acceptance(runs), "ms_per_round": ms(runs)}
+        made["ms_per_round_total"] = sum(made["ms_per_round"].values())
+        made["host_reads_per_round"] = total(runs, "host_reads") / max(1, total(runs, "verify_passes"))
+    return made
+
+
+def total(runs: Sequence[Run], name: str) -> float:
+    """Sum of a count over runs."""
+    return float(sum(r[name] for r in runs))
+
+
+def acceptance(runs: Sequence[Run]) -> dict[str, Any]:
+    """Of a tested token, pooled; and by position: of tested tokens, and of drafts that were so long."""
+    names = ("accepted", "tested", "drafted")
+    accepted, tested, drafted = (_positions(runs, name) for name in names)
+    return {
+        "tested": sum(accepted) / sum(tested) if sum(tested) else None,
+        "by_position": [a / t for a, t in zip(accepted, tested, strict=True) if t],
+        "survival": [a / d for a, d in zip(accepted, drafted, strict=True) if d],
+    }
+
+
+def _positions(runs: Sequence[Run], name: str) -> list[int]:
+    longest = max(len(r[name]) for r in runs)
+    return [sum(r[name][i] for r in runs if i < len(r[name])) for i in range(longest)]
+
+
+def ms(runs: Sequence[Run]) -> dict[str, float]:
+    """Mean milliseconds of a pass over all rows, by phase; `verify` with acceptance; no prefill."""
+    passes = max(1.0, total(runs, "verify_passes"))
+    times = {name: sum(r["time"][name] for r in runs) for name in ("draft", "verify", "other", "draft_prefill")}
+    times["draft"] -= times.pop("draft_prefill")
+    return {name: 1e3 * seconds / passes for name, seconds in times.items()}
+
+
+def prediction(runs: Sequence[Run], plain: Sequence[Run], costs: PassCosts, batch: int) -> dict[str, Any]:
+    """What theory makes of the measured acceptance and of the passes' costs, beside what was measured.
+
+    predicted = tokens a pass over plain's, / (1 + k c + v): tokens a pass come from the acceptance of every position,
+    k is the draft's passes in a round, and `v` counts for rounds with a draft. from_a: the closed formula with one `a`
+    for all positions, where all drafts are of about one length. measured: decoding speed over plain's. outside: the
+    share of decoding that is in neither model's passes, as they run alone and in a row.
+    """
+    passes = max(1.0, total(runs, "verify_passes"))
+    made_by_model = total(runs, "model_drafted")
+    steps = (total(runs, "draft_passes") or made_by_model / batch) if made_by_model else 0.0
+    k, share = steps / passes, total(runs, "drafted_rounds") / max(1.0, total(runs, "rounds"))
+    gain = total(runs, "generated_tokens") / passes / (total(plain, "generated_tokens") / total(plain, "verify_passes"))
+    predicted = gain / (1 + k * costs.c + share * costs.v)
+    measured = speed_ratio(runs, plain, decode)
+    within = passes * (costs.plain + share * (costs.verify - costs.plain)) + steps * costs.draft
+    a, length = acceptance(runs)["tested"], total(runs, "draft_tokens") / max(1.0, total(runs, "drafted_rounds"))
+    from_a = theory.speedup(a, round(length), costs.c, costs.v) if a is not None and k else None
+    return {
+        "c": costs.c, "v": costs.v, "k": k, "plain_ms": costs.plain, "verify_ms": costs.verify,
+        "draft_ms": costs.draft, "predicted": predicted, "from_a": from_a, "measured": measured.to_dict(),
+        "measured_to_predicted": measured.value / predicted if measured.value is not None else None,
+        "outside": 1 - within / (1e3 * sum(map(decode, runs))),
+    }  # fmt: skip

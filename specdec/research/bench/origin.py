@@ -1,0 +1,52 @@
+"""When, by what and where a result was made."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specdec.provenance import versions
+
+
+def machine() -> dict[str, Any]:
+    """The machine in words, without its name."""
+    model = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), model)
+    except OSError:
+        pass
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        "system": platform.system(), "architecture": platform.machine(), "processor": model, "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(), "gpu": gpu,
+    }  # fmt: skip
+
+
+def origin() -> dict[str, Any]:
+    """When, by what and where a result is made: `date` (UTC), `commit`, `versions`, `machine`."""
+    date = time.strftime("%Y-%m-%d", time.gmtime())
+    return {"date": date, "commit": commit(), "versions": versions(), "machine": machine()}
+
+
+def commit() -> str | None:
+    """The commit of the checkout that runs, with `+` where files differ from it; SPECDEC_COMMIT overrides it, for
+    copies of a checkout; None where neither is there."""
+    given = os.environ.get("SPECDEC_COMMIT")
+    if given:
+        return given
+    root = Path(__file__).resolve().parents[3]
+    if not (root / ".git").exists():
+        return None
+    try:
+        found = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=root, capture_output=True, text=True)
+        state = subprocess.run(["git", "status", "--porcelain", "-uno"], cwd=root, capture_output=True, text=True)
+    except OSError:
+        return None
+    return found.stdout.strip() + ("+" if state.stdout.strip() else "") if found.returncode == 0 else None

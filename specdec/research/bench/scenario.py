@@ -1,0 +1,215 @@
+"""One scenario: warm up every contender, then run them in turns, call by call, in an order that rotates."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from specdec.research.bench import figures
+from specdec.research.bench.config import Scenario
+from specdec.research.bench.contenders import Contender, Output, Own
+from specdec.research.bench.pair import Item, Pair
+from specdec.research.bench.passes import pass_costs, synchronise
+
+WARM_UPS = 2  # the first compiles and records; what graph pools still settle is settled after the second
+Progress = Callable[[str], None]
+
+
+@dataclass
+class ScenarioRun:
+    """The run of a scenario. `order` has the reference first; failed contenders leave it."""
+
+    name: str
+    scenario: Scenario
+    pair: Pair
+    calls: list[Item]
+    order: list[Contender]
+    until: float | None  # of time.perf_counter: no repeat starts that would end later; the first always runs
+    progress: Progress
+    entries: dict[str, dict[str, Any]] = field(default_factory=dict)
+    runs: list[dict[str, Any]] = field(default_factory=list)
+    references: dict[tuple[str, int], list[list[int]]] = field(default_factory=dict)
+
+    def run(self) -> dict[str, Any]:
+        """The scenario's entry in the result."""
+        started = time.perf_counter()
+        self._warm_up()
+        warm, took = time.perf_counter(), 0.0
+        for repeat in range(self.scenario.repeats):
+            begun = time.perf_counter()
+            if repeat and self.until is not None and begun + took > self.until:
+                break
+            for i in range(len(self.calls)):
+                self._turn(repeat, i)
+            took = time.perf_counter() - begun
+        self._summarise()
+        return {
+            "settings": asdict(self.scenario), "prompts": [name for call in self.calls for name in call.ids],
+            "prompt_tokens": [len(p) for call in self.calls for p in call.prompts],
+            "seconds": {"warm_up": warm - started, "runs": time.perf_counter() - warm},
+            **{"contenders": self.entries, "runs": self.runs},
+        }  # fmt: skip
+
+    def _warm_up(self) -> None:
+        for contender in list(self.order):
+            reason = contender.refuses(self.scenario.batch)
+            if reason is not None:
+                self._drop(contender, {"skipped": reason})
+                continue
+            self.progress(f"{self.name}: warming up {contender.name}")
+            begun, memory = time.perf_counter(), Memory.before(self.pair, contender)
+            output = None
+            for _ in range(WARM_UPS):
+                memory.reset()
+                output = self._guarded(contender, self.calls[0])
+            if output is not None:
+                needed = self.calls[0].longest + self.scenario.max_new_tokens
+                entry = {"warm_up_s": time.perf_counter() - begun, "version": contender.version()}
+                self.entries[contender.name] = {**entry, "memory": memory.after(self.scenario.batch, needed)}
+
+    def _turn(self, repeat: int, i: int) -> None:
+        """Every contender on one call."""
+        turn = (repeat + i) % max(1, len(self.order))
+        outputs: dict[str, Output] = {}
+        for contender in self.order[turn:] + self.order[:turn]:
+            self.progress(f"{self.name}: {contender.name}, call {i + 1} of {len(self.calls)}, repeat {repeat + 1}")
+            output, seconds = self._timed(contender, self.calls[i])
+            if output is not None and _recorded(output):
+                output, seconds = self._timed(contender, self.calls[i])  # a shape that the warm-up did not meet
+            if output is None:
+                continue
+            outputs[contender.name] = output
+            place = {"contender": contender.name, "repeat": repeat, "call": i, "seconds": seconds}
+            counted = {name: value for name, value in output.figures.items() if name != "compile"}
+            self.runs.append({**place, "tokens": sum(map(len, output.token_ids)), **counted})
+            if "compile" in output.figures:
+                self.entries[contender.name]["compile"] = output.figures["compile"]
+        self._compare(i, outputs)
+
+    def _timed(self, contender: Contender, call: Item) -> tuple[Output | None, float]:
+        synchronise(self.pair.device)
+        started = time.perf_counter()
+        output = self._guarded(contender, call)
+        return output, time.perf_counter() - started
+
+    def _guarded(self, contender: Contender, call: Item) -> Output | None:
+        """A run that has ended on the device; None: it failed, is written down, and the contender leaves."""
+        if contender not in self.order:
+            return None
+        try:
+            output = contender.run(call.prompts, self.scenario.max_new_tokens, self.scenario.ignore_eos)
+            synchronise(self.pair.device)
+            return output
+        except Exception as error:  # whatever another implementation trips over must not end the others
+            reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+            self.runs = [r for r in self.runs if r["contender"] != contender.name]
+            self._drop(contender, {"error": reason})
+            if self.pair.device.type == "cuda":
+                torch.cuda.empty_cache()
+            return None
+
+    def _drop(self, contender: Contender, entry: dict[str, Any]) -> None:
+        self.order.remove(contender)
+        self.entries[contender.name] = entry
+
+    def _compare(self, i: int, outputs: Mapping[str, Output]) -> None:
+        """Ids of every contender with plain decoding's."""
+        for name, output in outputs.items():
+            self.references.setdefault((name, i), output.token_ids)
+        by_name = {c.name: c for c in self.order}
+        for name, output in outputs.items():
+            plain, must = self._plain_for(by_name[name])
+            theirs = self.references.get((plain, i)) if plain is not None else None
+            if theirs is None:
+                continue
+            same = [a == b for a, b in zip(output.token_ids, theirs, strict=True)]
+            mine = self.entries[name].setdefault(
+                "equality", {"compared_with": plain, "must": must, "rows": 0, "equal": 0, "first_difference": None}
+            )
+            mine["rows"], mine["equal"] = mine["rows"] + len(same), mine["equal"] + sum(same)
+            if not all(same) and mine["first_difference"] is None:
+                row = same.index(False)
+                at = first_difference(output.token_ids[row], theirs[row])
+                mine["first_difference"] = {"prompt": self.calls[i].ids[row], "token": at}
+
+    def _plain_for(self, contender: Contender) -> tuple[str | None, bool]:
+        """The contender to compare with, and whether ids must be equal: of the same passes, and of one shape (exact)
+        or in float32."""
+        own = [c for c in self.order if isinstance(c, Own) and c.plain]
+        if isinstance(contender, Own):
+            twin = next((c for c in own if contender.comparable_with(c)), None)
+            if twin is not None:
+                exact = contender.decoder.resolve_exact(contender.generation.exact, contender.strategies)
+                return twin.name, exact or self.pair.dtype == torch.float32
+        return (own[0].name if own else None), False
+
+    def _summarise(self) -> None:
+        groups = {c.name: [r for r in self.runs if r["contender"] == c.name] for c in self.order}
+        for contender in self.order:
+            runs, entry = groups[contender.name], self.entries[contender.name]
+            entry |= figures.summary(runs)
+            first = self.order[0].name
+            if contender.name != first:
+                entry[f"over_{first}"] = figures.speed_ratio(runs, groups[first]).to_dict()
+            plain = self._plain_for(contender)[0]
+            if isinstance(contender, Own) and plain is not None:
+                self.progress(f"{self.name}: passes of {contender.name}")
+                entry["theory"] = self._theory(contender, runs, groups[plain])
+
+    def _theory(self, contender: Own, runs: Sequence[Any], plain: Sequence[Any]) -> dict[str, Any]:
+        typical = self.calls[len(self.calls) // 2]
+        length = round(figures.summary(runs)["draft_length"])
+        costs = pass_costs(contender, typical, self.scenario.max_new_tokens, length)
+        return figures.prediction(runs, plain, costs, self.scenario.batch)
+
+
+def _recorded(output: Output) -> bool:
+    """Whether passes were recorded or compiled during the run, so that it was not warm."""
+    return any(report["captured"] for report in output.figures.get("compile", {}).values())
+
+
+def first_difference(a: Sequence[int], b: Sequence[int]) -> int:
+    """The first place at which two rows differ; the end of the shorter where it begins the other."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+@dataclass
+class Memory:
+    """What a contender takes on the GPU: the weights, and how much more is allocated at most in its last warm-up than
+    before its first. Caches that its decoder had before count as its own. None on a CPU."""
+
+    pair: Pair
+    contender: Contender
+    allocated: int
+
+    @staticmethod
+    def before(pair: Pair, contender: Contender) -> Memory:
+        held = 0
+        if pair.device.type == "cuda":
+            held = torch.cuda.memory_allocated(pair.device)
+            if isinstance(contender, Own):
+                held -= sum(
+                    r.pool.idle.nbytes for r in contender.decoder._runners().values() if r.pool.idle is not None
+                )
+        return Memory(pair, contender, held)
+
+    def reset(self) -> None:
+        """Start looking for the highest anew."""
+        if self.pair.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.pair.device)
+
+    def after(self, batch: int, tokens: int) -> dict[str, Any] | None:
+        """Bytes, and for specdec's what the pair report says of so many rows and tokens."""
+        if self.pair.device.type != "cuda":
+            return None
+        beyond = torch.cuda.max_memory_allocated(self.pair.device) - self.allocated
+        weights = sum(self.pair.weights.values())
+        found: dict[str, Any] = {"weights": weights, "beyond_weights": beyond, "total": weights + beyond}
+        if isinstance(self.contender, Own):
+            said = self.contender.decoder.report.memory(batch, tokens)["total"]
+            found |= {"pair_report": said, "to_pair_report": found["total"] / said}
+        return found

@@ -1,0 +1,103 @@
+"""The cost table: interpolation, files, bad ones, the nominal table and the measured one."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec import CostTable, SpecdecError, SpeculativeDecoder, measure_costs
+from specdec.costs import nominal_costs
+from specdec.drafters import STRATEGIES
+from specdec.drafters.base import RowDrafter
+from tests.helpers.laws import small_model
+from tests.helpers.tiny import tiny_model
+
+TABLE = CostTable(
+    target=(((1.0, 1.5, 2.5), (2.0, 2.5, 3.5)), ((4.0, 5.0, 9.0), (5.0, 6.0, 10.0))),
+    batches=(1, 4), contexts=(100, 300), widths=(1, 2, 4), round=0.1, calls={"suffix": 1e-5}, source="measured",
+)  # fmt: skip
+
+
+def test_seconds_are_linear_between_entries_and_beyond_the_widest() -> None:
+    assert TABLE.seconds("target", 1, 100, 1) == 1.0
+    assert TABLE.seconds("target", 1, 100, 3) == 2.0
+    assert TABLE.seconds("target", 1, 200, 1) == 1.5
+    assert TABLE.seconds("target", 1, 0, 1) == 1.0  # contexts outside take the nearest
+    assert TABLE.seconds("target", 1, 900, 1) == 2.0
+    assert TABLE.seconds("target", 1, 100, 6) == 3.5
+    assert TABLE.seconds("target", 4, 300, 2) == 6.0
+    assert TABLE.seconds("target", 2, 100, 2) == 2.5  # as 4 tokens of one row
+    assert TABLE.seconds("target", 8, 100, 1) == 5.0  # as 2 tokens of each of 4 rows
+    assert TABLE.call("suffix") == 1e-5
+    assert TABLE.call("somebody's") > 0
+    with pytest.raises(SpecdecError, match="no draft model"):
+        TABLE.seconds("draft", 1, 100, 1)
+
+
+def test_a_table_is_frozen_and_survives_files(tmp_path: Path) -> None:
+    with pytest.raises(FrozenInstanceError):
+        TABLE.round = 3.0  # type: ignore[misc]
+    for name in ("costs.json", "costs.yaml"):
+        TABLE.save(tmp_path / name)
+        assert CostTable.load(tmp_path / name) == TABLE
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ({"widths": (1, 2)}, "target must hold"),
+        ({"widths": (2, 3, 4)}, "widths must ascend from 1"),
+        ({"batches": (4, 1)}, "batches"),
+        ({"contexts": ()}, "contexts"),
+        ({"target": "soon"}, "target must hold"),
+        ({"target": (((1.0, -1.0, 1.0),) * 2,) * 2}, "positive"),
+        ({"draft": (((1.0,),),)}, "draft must hold"),
+        ({"round": "x"}, "round"),
+        ({"calls": {"suffix": -1.0}}, "suffix"),
+    ],
+)
+def test_a_table_of_another_form_is_refused(change: dict[str, Any], part: str) -> None:
+    with pytest.raises(SpecdecError, match=part):
+        replace(TABLE, **change)
+
+
+def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"widths": [1, 2]}', encoding="utf-8")
+    for name, part in (("a.json", "not a cost table"), ("missing.json", "cannot be read")):
+        with pytest.raises(SpecdecError, match=part):
+            CostTable.load(tmp_path / name)
+
+
+def test_nominal_costs_grow_with_the_model_and_the_width() -> None:
+    from specdec.runner import Runner
+
+    small, large = Runner(small_model(1, 13)), Runner(tiny_model("llama", hidden_size=256, intermediate_size=1024))
+    table = nominal_costs(large, small)
+    passes = [table.seconds("target", 1, 0, w) for w in (1, 2, 9, 17)]
+    assert passes == sorted(set(passes))
+    assert table.seconds("draft", 1, 0, 1) < passes[0]
+    assert table == nominal_costs(large, small)
+
+
+@pytest.mark.smollm2
+def test_nominal_costs_of_a_real_model_are_those_of_two_cores(smollm2_folder: Path) -> None:
+    decoder = SpeculativeDecoder.from_pretrained(str(smollm2_folder), dtype="float32", check=False)
+    table = nominal_costs(decoder.target)
+    known = {1: 0.044, 5: 0.065, 9: 0.088}
+    for width, seconds in known.items():
+        assert table.seconds("target", 1, 0, width) == pytest.approx(seconds, rel=0.1)
+
+
+def test_measured_costs_cover_what_was_asked_for() -> None:
+    decoder = SpeculativeDecoder(small_model(3, 13), small_model(1, 13), check=False)
+    told: list[str] = []
+    table = measure_costs(decoder, (1, 2), (8, 64), (1, 2, 4), repeats=1, progress=told.append)
+    assert (table.batches, table.contexts, table.widths, table.source) == ((1, 2), (8, 64), (1, 2, 4), "measured")
+    assert table.draft is not None
+    assert set(table.calls) == {name for name, kind in STRATEGIES.items() if issubclass(kind, RowDrafter)}
+    assert CostTable.from_dict(table.to_dict()) == table
+    assert len(told) == 2
+    assert decoder.generate([1, 2, 1, 2], 8, costs=table).provenance["costs"] == table.to_dict()
