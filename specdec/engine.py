@@ -44,6 +44,7 @@ from specdec.trees import moves
 from specdec.verification import Facts, Verifier
 
 _NOTHING = np.zeros(0, dtype=np.int64)
+SHORT = 16  # tokens: looking for a common beginning of less costs more than it saves
 
 
 @dataclass
@@ -112,8 +113,8 @@ class Engine:
     def _share(self, held: Sequence[Row | None], slot: int, row: Row, known: int) -> int:
         """Take over what the prompt of a row that a slot holds has in common with this one's: a system prompt, a
         few-shot header, the same prompt again. Returns how many of the row's tokens the slot has then."""
-        if self.chain.observers:
-            return known  # they see what is fed, and nothing else
+        if self.chain.observers or len(row.tokens) < SHORT:
+            return known  # observers see what is fed, and nothing else
         if known > 0:  # the slot holds what an earlier call kept, no more its last row
             held = [None if b == slot else other for b, other in enumerate(held)]
         sound = [other if other is not None and other.error is None else None for other in held]

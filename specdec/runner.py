@@ -160,7 +160,8 @@ class Runner:
         if rows is None:
             result = self.forward(cache, key, inputs)
         else:
-            result = self.compute(cache, key._replace(batch=len(tokens), first_row=rows.start), inputs)
+            key = key._replace(batch=len(tokens), first_row=rows.start)
+            result = self.compute(cache, key, inputs)
         return PassOutput(result.logits, tokens, starts, counts, key.first_row, result.hidden, tree)
 
     def key(

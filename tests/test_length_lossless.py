@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specdec import CostTable, Draft, DraftModel, DraftRequest, PromptLookup, SpeculativeDecoder
-from specdec import decoder as decoder_module
+from specdec import call as call_module
 from specdec.acceptance import LEVIATHAN, AcceptanceRule, Block
 from specdec.drafters import length
 from specdec.drafters.length import LengthController
@@ -143,7 +143,7 @@ def test_a_controller_that_sees_too_much_is_rejected(
     name: str, monkeypatch: pytest.MonkeyPatch, record_property: Any
 ) -> None:
     controller, flat, holds = CONTROLS[name]
-    monkeypatch.setattr(decoder_module, "LengthController", controller)
+    monkeypatch.setattr(call_module, "LengthController", controller)
     result = fitted(sample([DraftModel()], CONTROL_SAMPLES * (5 if flat else 1), WATCHED, flat))
     record_property("fit", str(result))
     print(result)

@@ -279,7 +279,8 @@ def _repeated_proposals(reuse: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[i
     same = total = 0
     for seed in range(3):
         last: dict[int, int] = {}
-        for r in decoder.rounds(PROMPT, temperature=0.8, max_new_tokens=60, seed=seed, acceptance="leviathan"):
+        options = {"temperature": 0.8, "seed": seed, "acceptance": "leviathan"}
+        for r in decoder.rounds(PROMPT, 60, ["draft-model:n_max=5"], **options):
             drafted = {r.position + 1 + i: token for i, token in enumerate(r.draft)}
             again = drafted.keys() & last.keys()
             same, total = same + sum(drafted[k] == last[k] for k in again), total + len(again)
