@@ -45,6 +45,8 @@ def _encode(row: Any, index: int, tokenizer: Any) -> list[int]:
     if isinstance(row, str):
         if not row:
             raise SpecdecError(f"prompt {index} is empty")
+        if not row.isascii() and any("\ud800" <= character <= "\udfff" for character in row):
+            raise SpecdecError(f"prompt {index} is no Unicode text: it holds half of a surrogate pair")
         return [int(t) for t in _tokenizer(tokenizer, index)(row)["input_ids"]]
     if not isinstance(row, Sequence):
         raise SpecdecError(f"prompt {index}: expected text, token ids or a chat, got {type(row).__name__}")

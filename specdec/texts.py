@@ -26,11 +26,20 @@ def parse_json(text: str, where: str) -> Any:
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """A YAML document, likewise."""
+    """A YAML document, likewise; a key that stands twice in a mapping is a fault, not one value that wins."""
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, _UniqueKeys)  # a safe loader
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise SpecdecError(f"{where}: not valid YAML: {_first_line(error)}") from None
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise yaml.YAMLError(f"the key {twice!r} stands twice in the mapping at line {node.start_mark.line + 1}")
+        return super().construct_mapping(node, deep)
 
 
 def _first_line(error: Exception) -> str:

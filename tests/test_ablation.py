@@ -381,3 +381,13 @@ def test_without_plain_there_is_no_gate(pair: dict[str, str], tmp_path: Path) ->
     assert summary is not None
     assert summary["gate"]["compared"] == 0
     assert all(s["speedup"] is None for s in summary["settings"].values())
+
+
+def test_a_prompt_that_cannot_be_encoded_is_an_error_of_its_rows(pair: dict[str, str], tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl"
+    path.write_text('{"prompt": "fine"}\n{"prompt": "lone \\ud800"}\n', encoding="utf-8")
+    data = {"dataset": str(path), "chat": False}
+    session = run_ablation(grid(pair, prompts=(), data=data, axes={}), tmp_path / "out")
+    rows = row_lines(tmp_path / "out")
+    assert (session.rows, session.errors) == (6, 3)
+    assert all("no Unicode text" in row["error"] for row in rows if row["status"] == "error")

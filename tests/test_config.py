@@ -11,6 +11,7 @@ import yaml
 from specdec.config import GenerationSettings, PairConfig, RunConfig, dump_yaml, load_yaml
 from specdec.errors import SpecdecError
 from specdec.research.demo import DEMO, run_demo
+from specdec.texts import parse_yaml
 
 DEMO_YAML = Path(__file__).resolve().parents[1] / "configs" / "demo.yaml"
 
@@ -97,3 +98,12 @@ def test_a_wrong_file_is_refused_by_name(text: str, named: str, tmp_path: Path) 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SpecdecError, match=r"no\.yaml"):
         load_yaml(tmp_path / "no.yaml")
+
+
+def test_a_key_that_stands_twice_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "twice.yaml"
+    path.write_text("pair: {target: demo-target}\ngeneration:\n  seed: 1\n  seed: 2\n", encoding="utf-8")
+    with pytest.raises(SpecdecError, match="not valid YAML: the key 'seed' stands twice"):
+        load_yaml(path)
+    path.write_text("base: &base {seed: 1}\nother: {<<: *base, seed: 2}\n", encoding="utf-8")
+    assert parse_yaml(path.read_text(encoding="utf-8"), "x")["other"] == {"seed": 2}  # merging is no repetition

@@ -258,3 +258,8 @@ def test_a_tokenizer_that_trims_blanks_still_streams_its_text() -> None:
     pair = SpeculativeDecoder(tiny_model("llama"), tokenizer=words)
     out = pair.generate("w1 w2 w3", 12)
     assert "".join(pair.stream("w1 w2 w3", 12)) == out.texts[0]
+
+
+def test_half_of_a_surrogate_pair_is_refused_before_a_tokenizer_fails_on_it() -> None:
+    with pytest.raises(SpecdecError, match="prompt 1 is no Unicode text"):
+        encode_prompts(["fine \U0001f680", "lone \ud800"], byte_level(), 300, 64)

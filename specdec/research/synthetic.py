@@ -2,7 +2,7 @@
 
     rule = synthetic(k=5, length=3.5)                          # 3.5 tokens a round on average
     rule = synthetic(k=3, rates=[0.9, 0.7, 0.4])               # P(the first i + 1 drafts all stand)
-    out = decoder.generate(prompts, acceptance=rule)           # out.lossy is True: the text means nothing
+    out = decoder.generate(prompts, acceptance=rule, draft_length="given")   # out.lossy is True: the text means nothing
 
 Only the times and counts of such a run mean something. Source: llama.cpp's `--spec-synth-len` and `--spec-synth-rates`,
 whose formulas these are. Drafts longer than k fall at position k + 1; trees are refused, by the rule's lack of a walk.

@@ -246,8 +246,8 @@ class _Run:
 def encode(prompt: Prompt, decoder: SpeculativeDecoder, config: AblationConfig) -> Ids:
     """The prompt's ids as the config wants them, or the reason why there are none."""
     tokenizer, data = decoder.tokenizer, config.data
-    wanted = as_given(prompt, tokenizer, data.chat, data.longest)
     try:
+        wanted = as_given(prompt, tokenizer, data.chat, data.longest)
         return encode_prompts(wanted, tokenizer, decoder.target.vocab_size, decoder.target.context)[0]
     except SpecdecError as error:
         return SpecdecError(str(error).replace("prompt 0", prompt.id))
