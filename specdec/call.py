@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from specdec.acceptance import find_rule
 from specdec.config import UNSET, GenerationSettings, as_list
 from specdec.contract import check_processors
@@ -17,7 +15,7 @@ from specdec.costs import as_costs, costs_for
 from specdec.drafters.base import DraftContext
 from specdec.drafters.chain import build_chain
 from specdec.drafters.length import LengthController, automatic, unlimited
-from specdec.engine import Engine
+from specdec.engine import NOTHING, Engine
 from specdec.errors import SpecdecError
 from specdec.kv_cache import KeptRows
 from specdec.provenance import device_name, hash_ids, versions
@@ -146,7 +144,7 @@ class Call:
         if decoder._kept is not None and decoder._kept_chain is not None:
             decoder.target.pool.give_back(decoder._kept.cache)
             decoder._kept_chain.close()
-        texts = [r.tokens.copy() if r is not None and r.error is None else _NOTHING for r in engine.slots]
+        texts = [r.tokens.copy() if r is not None and r.error is None else NOTHING for r in engine.slots]
         decoder._kept, decoder._kept_chain = KeptRows(engine.cache, texts), engine.chain
 
     def interrupt(self) -> None:
@@ -196,9 +194,6 @@ class Call:
             "batch": self.batch,
             "lossy": self.rule.lossy,
         }
-
-
-_NOTHING = torch.zeros(0, dtype=torch.int64).numpy()
 
 
 def _fresh_seed(seed: Any) -> Any:

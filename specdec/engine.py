@@ -43,7 +43,7 @@ from specdec.stats import Stats, Times
 from specdec.trees import moves
 from specdec.verification import Facts, Verifier
 
-_NOTHING = np.zeros(0, dtype=np.int64)
+NOTHING = np.zeros(0, dtype=np.int64)  # the text of a slot that holds no row worth keeping
 SHORT = 16  # tokens: looking for a common beginning of less costs more than it saves
 
 
@@ -118,7 +118,7 @@ class Engine:
         if known > 0:  # the slot holds what an earlier call kept, no more its last row
             held = [None if b == slot else other for b, other in enumerate(held)]
         sound = [other if other is not None and other.error is None else None for other in held]
-        texts = [_NOTHING if other is None else other.ids[: len(other.prompt) - 1] for other in sound]
+        texts = [NOTHING if other is None else other.ids[: len(other.prompt) - 1] for other in sound]
         # In exact mode only what was computed in the same chunks has the same bits.
         step = self.shapes.widths[-1] if self.shapes.kv_fixed is not None else 1
         return KeptRows(self.cache, texts).restore(self.cache, slot, row.tokens, step, known)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -12,18 +11,14 @@ import pytest
 from specdec.errors import SpecdecError
 from specdec.research.bench import smoke as bench
 from specdec.research.speed_report import speed_block
+from tests.helpers.scripts import load_script
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="module")
 def write_results() -> Any:
-    spec = importlib.util.spec_from_file_location("write_results", ROOT / "scripts" / "write_results.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("write_results")
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ read again what stands between the cells. Cells tagged `volatile` hold seconds, 
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -18,21 +17,14 @@ from typing import Any
 import nbformat
 import pytest
 
+from tests.helpers.scripts import load_script
+
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 LARGEST_IMAGE, LARGEST_FOLDER = 40_000, 600_000  # bytes
 
 
-def _script() -> Any:
-    spec = importlib.util.spec_from_file_location("write_notebooks", ROOT / "scripts" / "write_notebooks.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-script = _script()
+script = load_script("write_notebooks")
 each = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
