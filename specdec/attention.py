@@ -111,6 +111,16 @@ def check_attention(name: str | None) -> str:
     return name
 
 
+def fastest(device_type: str, queries: int, kv_len: int) -> str:
+    """The faster of specdec's own two for a pass of `queries` folded queries a K/V head, all rows together.
+
+    The fused kernel splits the queries among a GPU's processors, but not the keys: few queries on long texts leave
+    most of them idle. Many of them make the scores that the products must write and read again large. Measured on an
+    H100 (docs/speed.md). A rule and not a trial, because in half precision another choice is another text.
+    """
+    return MATMUL if device_type == "cuda" and kv_len >= 2048 and queries <= 128 else RAGGED
+
+
 class MaskBuilder:
     """Builds the masks one model wants: one tensor, or one per layer type for models that mix windows.
 
@@ -171,14 +181,15 @@ class AttentionSwitch:
         self.configs = [c for c in configs.values() if hasattr(c, "_attn_implementation_internal")]
 
     @contextmanager
-    def on(self) -> Iterator[None]:
+    def on(self, implementation: str | None = None) -> Iterator[None]:
+        """Switched inside, to another implementation than its own if one is named that takes the same masks."""
         before = [config._attn_implementation_internal for config in self.configs]
         training = [m for m in self.model.modules() if m.training] if self.model.training else []
         for module in training:
             module.training = False
         # The private name: the public setter walks into sub-configs and would touch more than it restores.
         for config in self.configs:
-            config._attn_implementation_internal = self.implementation
+            config._attn_implementation_internal = implementation or self.implementation
         try:
             yield
         finally:

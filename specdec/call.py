@@ -189,7 +189,7 @@ class Call:
             "draft_length": ["auto" if a else "given" for a in self.automatic],
             "costs": None if self.costs is None else self.costs.to_dict(),
             "exact": self.exact,
-            "fused": decoder.fused,
+            "fused": {role: len(r.fusion) for role, r in decoder._runners().items() if r.fusion is not None},
             "compile": {role: r.compile_report(self.recorded_before[role]) for role, r in decoder._runners().items()},
             "batch": self.batch,
             "lossy": self.rule.lossy,

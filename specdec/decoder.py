@@ -14,7 +14,6 @@ from specdec.costs import as_costs
 from specdec.drafters import make_drafters
 from specdec.drafters.chain import Chain, upstream_order
 from specdec.errors import SpecdecError
-from specdec.fusion import fuse_projections
 from specdec.graphs import check_compile
 from specdec.kv_cache import KeptRows
 from specdec.loading import LoadedPair, check_is_model, check_model_kind, check_modules, self_test
@@ -31,8 +30,8 @@ class SpeculativeDecoder:
     texts; draft_tokenizer: the draft's, None = the same; strategies: names or configured drafters in priority order,
     None = `draft-model` with a draft and `prompt-lookup` without, [] = plain decoding; attn_implementation: None =
     specdec's own, or "sdpa" / "eager"; exact: True, False or "auto" (docs/exactness.md); compile: "off", "graph",
-    "inductor", "max", or "auto" = "graph" on a GPU (docs/speed.md); fuse: fuse projections of both models, in place
-    (fusion.py); costs: a `specdec.CostTable` or its file, for automatic draft length, None = nominal
+    "inductor", "max", or "auto" = "graph" on a GPU (docs/speed.md); fuse: compute projections of one input together,
+    in both models (fusion.py); costs: a `specdec.CostTable` or its file, for automatic draft length, None = nominal
     (docs/automatic_length.md).
 
     Raises SpecdecError for a pair that cannot work and for a model whose ragged pass is not its plain pass.
@@ -64,11 +63,10 @@ class SpeculativeDecoder:
                 check_model_kind(model.config, role)
         translate = any(getattr(d, "translate", False) for d in self.strategies)
         self.report = check_modules(target_model, draft_model, tokenizer, draft_tokenizer, translate)
-        self.target = Runner(target_model, attn_implementation, compile)
-        self.draft = Runner(draft_model, attn_implementation, compile) if draft_model is not None else None
+        self.target = Runner(target_model, attn_implementation, compile, fuse=fuse)
+        self.draft = Runner(draft_model, attn_implementation, compile, fuse=fuse) if draft_model is not None else None
         self.tokenizer, self.draft_tokenizer = tokenizer, draft_tokenizer or tokenizer
         self.exact = exact
-        self.fused = {role: fuse_projections(r.model) for role, r in self._runners().items()} if fuse else {}
         self.reader = HostReader()
         self._hashes = {role: WeightHash(r.model) for role, r in self._runners().items()}
         self._kept: KeptRows | None = None

@@ -11,8 +11,8 @@ same ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -21,15 +21,48 @@ from torch.nn import functional as F
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
+class Fusion:
+    """The groups of a model that can be fused. Their weights are views of one matrix from now on; the products are
+    computed as one while `on()` is entered, or for good after `install()`. Move the model before: a group whose weights
+    are replaced afterwards falls back to separate products."""
+
+    def __init__(self, model: nn.Module):
+        self.products = [_Product(layers) for layers in _groups(model)]
+
+    def __len__(self) -> int:
+        return len(self.products)
+
+    def install(self) -> None:
+        """Fuse until `remove()`."""
+        for product in self.products:
+            for i, layer in enumerate(product.layers):
+                # A class and not a function of each module's own: compiled code of one layer serves them all.
+                layer.__class__ = _Part
+                vars(layer).update(product=product, part=i)
+
+    def remove(self) -> None:
+        """Plain layers again."""
+        for product in self.products:
+            for layer in product.layers:
+                layer.__class__ = nn.Linear
+                for name in ("product", "part"):
+                    vars(layer).pop(name, None)
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Fused inside."""
+        self.install()
+        try:
+            yield
+        finally:
+            self.remove()
+
+
 def fuse_projections(model: nn.Module) -> int:
-    """Fuse what can be fused in `model`, in place; returns how many groups were. Move the model before: a group whose
-    weights are replaced afterwards falls back to separate products."""
-    groups = list(_groups(model))
-    for layers in groups:
-        product = _Product(layers)
-        for i, layer in enumerate(layers):
-            vars(layer)["forward"] = partial(product.part, i)
-    return len(groups)
+    """Fuse what can be fused in `model`, in place and for good; returns how many groups were."""
+    fusion = Fusion(model)
+    fusion.install()
+    return len(fusion)
 
 
 def _groups(model: nn.Module) -> Iterator[list[nn.Linear]]:
@@ -47,24 +80,48 @@ def _alike(layers: list[nn.Linear]) -> bool:
     return len(kinds) == 1 and not any(w.weight.is_meta for w in layers)
 
 
+class _Part(nn.Linear):
+    """A module of a fused group; `product` and `part` are attributes of its own."""
+
+    product: _Product
+    part: int
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(self.part, x)
+
+
+def _joined(parameters: Sequence[Tensor]) -> Tensor:
+    """The parameters as one tensor, of which they are views afterwards; without a copy if they were already."""
+    first, sizes = parameters[0], [len(p) for p in parameters]
+    starts = [first.data_ptr() + n * first.stride(0) * first.element_size() for n in (0, *_sums(sizes[:-1]))]
+    whole = (sum(sizes), *first.shape[1:])
+    beside = [p.data_ptr() for p in parameters] == starts and all(p.is_contiguous() for p in parameters)
+    if beside and len({p.untyped_storage().data_ptr() for p in parameters}) == 1:
+        return first.detach().as_strided(whole, first.stride(), first.storage_offset())
+    with torch.no_grad():
+        joined = torch.cat(list(parameters))
+        for parameter, view in zip(parameters, joined.split(sizes), strict=True):
+            parameter.data = view
+    return joined
+
+
+def _sums(sizes: list[int]) -> list[int]:
+    return [sum(sizes[: i + 1]) for i in range(len(sizes))]
+
+
 class _Product:
     """The product of one group. It keeps its parts from the first module's call to the last one's."""
 
     def __init__(self, layers: list[nn.Linear]):
         self.layers = layers
         self.sizes = [layer.out_features for layer in layers]
-        with torch.no_grad():
-            self.weight = torch.cat([layer.weight for layer in layers])
-            self.bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
-            for layer, weight in zip(layers, self.weight.split(self.sizes), strict=True):
-                layer.weight.data = weight
-            if self.bias is not None:
-                for layer, bias in zip(layers, self.bias.split(self.sizes), strict=True):
-                    layer.bias.data = bias
+        self.weight = _joined([layer.weight for layer in layers])
+        biases = [layer.bias for layer in layers]
+        self.bias = None if biases[0] is None else _joined(biases)
         self.given: Tensor | None = None
         self.parts: tuple[Tensor, ...] = ()
 
-    def part(self, i: int, x: Tensor) -> Tensor:
+    def __call__(self, i: int, x: Tensor) -> Tensor:
         """What module i makes of x [..., in]."""
         layer = self.layers[i]
         if torch.is_grad_enabled() or not self._whole():  # gradients belong to the layers' own parameters

@@ -17,14 +17,12 @@ Recording is behind the small `Recorder` protocol, so that everything else here 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 import warnings
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -36,10 +34,6 @@ from specdec.errors import SpecdecError
 from specdec.trees import TreePass
 
 MODES = ("off", "graph", "inductor", "max")
-# Wider passes are prefill in all but name: they are rare, and the GPU is busy for longer than the launches take.
-GRAPH_WIDTH = 16
-# dynamo gives up on a function that it has compiled so often; each shape of a pass is one compilation.
-RECOMPILE_LIMIT = 256
 
 log = logging.getLogger("specdec")
 _recording = threading.Lock()
@@ -83,6 +77,11 @@ class PassKey(NamedTuple):
         """Passes of the model in a program of this key."""
         return 1
 
+    @property
+    def rare(self) -> bool:
+        """Whether this is prefill: of the chunks of prompts few have the same key, unless calls repeat."""
+        return self.keep > 0
+
 
 @dataclass(frozen=True)
 class PassInputs(Buffers):
@@ -108,6 +107,10 @@ class Key(Protocol):
     @property
     def passes(self) -> int:
         """Passes of the model in it."""
+
+    @property
+    def rare(self) -> bool:
+        """Whether it is recorded only when it occurs for the second time."""
 
 
 I = TypeVar("I", bound=Buffers)  # noqa: E741
@@ -148,11 +151,20 @@ class CudaRecorder:
 
     def record(self, run: Callable[[], R]) -> tuple[Callable[[], None], R]:
         graph = torch.cuda.CUDAGraph()
-        with (
-            torch.cuda.device(self.device),
-            torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"),
-        ):
-            result = run()
+        random = torch.cuda.default_generators[self.device.index or 0]
+        state = random.clone_state()
+        try:
+            with (
+                torch.cuda.device(self.device),
+                torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"),
+            ):
+                result = run()
+        except RuntimeError:
+            # Pool and generator still take the broken recording for open: the next one would fail with it, and so
+            # would everything that draws from the device's generator.
+            self.pool = torch.cuda.graph_pool_handle()
+            random.graphsafe_set_state(state)
+            raise
         return graph.replay, result
 
 
@@ -186,11 +198,15 @@ class Graphs:
         self.busy = False
 
     def run(self, known: dict[Hashable, Any], key: Key, inputs: I, compute: Callable[[I], R]) -> R:
-        """Replay the program of `key` in `known`, the cache's own; record it first where it is new."""
+        """Replay the program of `key` in `known`, the cache's own; record it first where it is new. A rare one is
+        computed the first time: most of them never come again."""
         kind = type(key).__name__
         if self.busy or kind in self.failures:
             return compute(inputs)
         program: Recorded[I, R] | None = known.get((kind, key))
+        if program is None and key.rare and (kind, key) not in known:
+            known[kind, key] = None
+            return compute(inputs)
         if program is None:
             started = time.perf_counter()
             # What another thread runs on the side stream would become part of the recording.
@@ -226,50 +242,3 @@ class Graphs:
         self.failures[kind] = reason
         how = "runs eagerly: its passes" if kind == PassKey.__name__ else "is replayed pass by pass: larger programs"
         log.warning("%s %s cannot be recorded (%s)", self.name, how, reason)
-
-
-def keep_compiled_code() -> Path:
-    """Where compiled code is kept for later processes: torch's own setting, or a folder of the user's cache (torch's
-    default lies in the folder for temporary files)."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(home) / "specdec" / "inductor")))
-
-
-def compiled_before() -> dict[str, int]:
-    """How often this process has found a compiled graph on disk, and how often it has not."""
-    counts = torch._dynamo.utils.counters["inductor"]
-    return {name: counts[f"fxgraph_cache_{kind}"] for name, kind in (("found", "hit"), ("compiled", "miss"))}
-
-
-class CompiledModel:
-    """A model's forward through torch.compile, one compilation a shape; the model itself is left as it is.
-
-    Whole graphs are asked for first; a model that dynamo must break up is compiled in parts.
-    """
-
-    def __init__(self, model: Any, mode: str, backend: str = "inductor"):
-        self.model, self.backend = model, backend
-        keep_compiled_code()
-        self.tuning = "max-autotune-no-cudagraphs" if mode == "max" else None
-        self.whole = True
-        self.compiled = self._compile()
-
-    def _compile(self) -> Any:
-        def forward(**arguments: Any) -> Any:
-            return self.model(**arguments)
-
-        options: dict[str, Any] = {"mode": self.tuning} if self.tuning else {}
-        return torch.compile(forward, fullgraph=self.whole, dynamic=False, backend=self.backend, **options)
-
-    def __call__(self, **arguments: Any) -> Any:
-        with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT, accumulated_recompile_limit=RECOMPILE_LIMIT):
-            try:
-                return self.compiled(**arguments)
-            except torch._dynamo.exc.Unsupported as error:
-                if not self.whole:
-                    raise
-                reason = str(error).strip().split("\n")[0]
-                log.warning("%s is compiled in parts: %s", type(self.model).__name__, reason)
-                self.whole = False
-                self.compiled = self._compile()
-                return self.compiled(**arguments)

@@ -4,9 +4,9 @@ A pass feeds up to S tokens to each row of the batch. Widths S come from a short
 attention reads, so that a CUDA graph or compiled variant (graphs.py) is made once per shape and not once per call.
 Shorter rows are padded: padding goes to the cache's trash slot and its logits are ignored.
 
-Passes over all rows of a leased cache are replayed from graphs where the mode says so; prefill, which feeds one row
-at a time in wide chunks, runs eagerly. Everything that a pass computes from its inputs it computes from tensors, so
-that a graph needs no more than its input buffers refilled.
+Passes over a leased cache are replayed from graphs where the mode says so; prefill, which feeds one row at a time in
+wide chunks, when a chunk of the same shape comes to the same row again. Everything that a pass computes from its inputs
+it computes from tensors, so that a graph needs no more than its input buffers refilled.
 
 In exact mode there is one width and one K/V length for the whole call; a token's logits are then computed by the
 same kernels in the same order, whatever else is in the pass (design notes in docs/exactness.md).
@@ -17,6 +17,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,12 +25,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.attention import AttentionSwitch, MaskBuilder, check_attention
+from specdec.attention import AttentionSwitch, MaskBuilder, check_attention, fastest
 from specdec.buffers import Buffers
+from specdec.compiled import Forward, compiled_before, compiled_forward
 from specdec.device import sync_allowed
+from specdec.fusion import Fusion
 from specdec.graphs import (
-    GRAPH_WIDTH,
-    CompiledModel,
     CudaRecorder,
     Graphs,
     I,
@@ -40,7 +41,6 @@ from specdec.graphs import (
     R,
     Recorder,
     choose_mode,
-    compiled_before,
 )
 from specdec.kv_cache import CachePool, RaggedCache, kv_widths, rounded_up
 from specdec.trees import TreePass, array_on
@@ -50,6 +50,7 @@ from specdec.trees import TreePass, array_on
 CPU_WIDTHS = (*range(1, 18), 24, 32, 48, 64, 128, 256, 512)
 CUDA_WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 EXACT_WIDTH = 8
+EXACT_PREFILL = (64, 128, 256, 512)
 KV_STEP = 256  # caches of about the same size are one size, so that the next call finds its graphs
 
 
@@ -71,7 +72,7 @@ class Shapes:
     @staticmethod
     def choose(device: torch.device, exact: bool, capacity: int) -> Shapes:
         if exact:
-            return Shapes(tuple(sorted({EXACT_WIDTH, CUDA_WIDTHS[-1]})), EXACT_WIDTH, 1, kv_fixed=capacity)
+            return Shapes((EXACT_WIDTH, *EXACT_PREFILL), EXACT_WIDTH, 1, kv_fixed=capacity)
         if device.type == "cpu":
             return Shapes(CPU_WIDTHS, 17, 32)
         return Shapes(CUDA_WIDTHS, 16, 256, 4)
@@ -108,18 +109,21 @@ class PassOutput:
 class Runner:
     """A model, its attention switch and its mask builder. Holds no state of any call: caches are passed in.
 
-    compile: "off", "graph", "inductor", "max" or "auto" (graphs.py); `mode` is what became of it on this device.
+    compile: "off", "graph", "inductor", "max" or "auto" (graphs.py); `mode` is what became of it on this device. fuse:
+    projections of one input as one product (fusion.py).
     """
 
     model: Any
     attn_implementation: str | None = None
     compile: str = "off"
     recorder: Recorder | None = None  # None = CUDA graphs, where the mode asks for any
+    fuse: bool = False
     pool: CachePool = field(init=False)
 
     def __post_init__(self) -> None:
         self.config: Any = self.model.config.get_text_config()
         implementation = check_attention(self.attn_implementation)
+        self.own_attention = self.attn_implementation is None
         self.dtype: torch.dtype = self.model.dtype
         self.device: torch.device = self.model.get_input_embeddings().weight.device
         head = self.model.get_output_embeddings()
@@ -129,6 +133,7 @@ class Runner:
         self.context: int = context_length(self.config)
         self.switch = AttentionSwitch(self.model, implementation)
         self.masks = MaskBuilder(self.config, implementation, self.dtype)
+        self.fusion = Fusion(self.model) if self.fuse else None
         self._choose_graphs()
         step = KV_STEP if self.device.type == "cuda" or self.graphs is not None else 1
         self.pool = CachePool(kv_widths(self.config)[0], step)
@@ -157,11 +162,9 @@ class Runner:
         reach = max(s + (c if tree is None else tree.region) for s, c in zip(starts, counts, strict=True))
         key, tree = self.key(cache, shapes, tokens.shape[1], reach, tree, keep, hidden)
         inputs = PassInputs(tokens, to_device([list(starts), list(counts)], self.device), tree)
-        if rows is None:
-            result = self.forward(cache, key, inputs)
-        else:
+        if rows is not None:
             key = key._replace(batch=len(tokens), first_row=rows.start)
-            result = self.compute(cache, key, inputs)
+        result = self.forward(cache, key, inputs)
         return PassOutput(result.logits, tokens, starts, counts, key.first_row, result.hidden, tree)
 
     def key(
@@ -176,13 +179,13 @@ class Runner:
         return PassKey(cache.batch, 0, width, shapes.kv_len(reach, cache.capacity), keep, hidden, region), tree
 
     def forward(self, cache: RaggedCache, key: PassKey, inputs: PassInputs) -> PassResult:
-        """A pass over all rows, replayed where it can be."""
-        return self.run(cache, key, key, inputs, lambda given: self.compute(cache, key, given))
+        """A pass, replayed where it can be."""
+        return self.run(cache, key, inputs, lambda given: self.compute(cache, key, given))
 
-    def run(self, cache: RaggedCache, key: Key, widest: PassKey, inputs: I, program: Callable[[I], R]) -> R:
-        """Run a program around passes over `cache`, of which `widest` is the widest; replayed where it can be. `key`
-        names everything that the program depends on beside its inputs."""
-        if self.graphs is None or cache.graphs is None or widest.width > GRAPH_WIDTH:
+    def run(self, cache: RaggedCache, key: Key, inputs: I, program: Callable[[I], R]) -> R:
+        """Run a program around passes over `cache`, replayed where it can be. `key` names everything that the program
+        depends on beside its inputs."""
+        if self.graphs is None or cache.graphs is None:
             return program(inputs)
         return self.graphs.run(cache.graphs, key, inputs, program)
 
@@ -210,10 +213,15 @@ class Runner:
             arguments["logits_to_keep"] = key.keep
         if key.hidden:
             arguments["output_hidden_states"] = True
-        # Of wide passes only few are of one shape: compiling each would take longer than it saves.
-        forward = self.compiled if self.compiled is not None and key.width <= GRAPH_WIDTH else self.model
-        with torch.no_grad(), self.switch.on():
-            out = forward(**arguments)
+        # Compiling takes longer than one prompt's chunks save, and it stumbles over what collects hidden states.
+        forward = None if key.rare or key.hidden else self.compiled
+        attention = None
+        if self.own_attention:
+            attention = fastest(self.device.type, key.batch * key.width * self.masks.groups, key.kv_len)
+        with torch.no_grad(), self.switch.on(attention), self.fusion.on() if self.fusion is not None else nullcontext():
+            if forward is not None and not cache.nbytes:
+                self.model(**arguments)  # allocates: compiled code that did would be another program than the next
+            out = (forward or self.model)(**arguments)
         return PassResult(out.logits, out.hidden_states if key.hidden else None)
 
     def lease(self, batch: int, capacity: int) -> RaggedCache:
@@ -243,11 +251,11 @@ class Runner:
     def _choose_graphs(self) -> None:
         self.mode = "graph" if self.recorder is not None else choose_mode(self.compile, self.model, self.device)
         self.graphs: Graphs | None = None
-        self.compiled: CompiledModel | None = None
+        self.compiled: Forward | None = None
         if self.mode != "off":
             self.graphs = Graphs(self.recorder or CudaRecorder(self.device), type(self.model).__name__)
         if self.mode in ("inductor", "max"):
-            self.compiled = CompiledModel(self.model, self.mode)
+            self.compiled = compiled_forward(self.model, self.config, self.mode)
 
     def prefill(
         self,
@@ -267,8 +275,9 @@ class Runner:
         widest = shapes.widths[-1]
         for offset in range(0, len(tokens), widest):
             chunk = list(tokens[offset : offset + widest])
-            # Nothing is recorded here; on a CPU a padded token costs as much as another.
-            width = len(chunk) if self.device.type == "cpu" else shapes.width(len(chunk))
+            # On a CPU a padded token costs as much as another.
+            exactly = self.device.type == "cpu" and self.graphs is None
+            width = len(chunk) if exactly else shapes.width(len(chunk))
             padded = to_device([chunk + [0] * (width - len(chunk))], self.device)
             rows = slice(row, row + 1)
             out = self.step(cache, shapes, padded, [start + offset], [len(chunk)], rows, 1, seen is not None)

@@ -70,6 +70,10 @@ class VerifyKey(NamedTuple):
     def passes(self) -> int:
         return 1
 
+    @property
+    def rare(self) -> bool:
+        return False
+
 
 @dataclass(frozen=True)
 class VerifyInputs(Buffers):
@@ -163,7 +167,7 @@ class Verifier:
             return verify(runner, cache, sampling, key, inputs, self._texts(active, counts, trees))
         if not self.rule.recordable or sampling.signature is None:
             return program(inputs)
-        return runner.run(cache, key, key.given, inputs, program)
+        return runner.run(cache, key, inputs, program)
 
     # -- what goes in ----------------------------------------------------------------------------------------------
 

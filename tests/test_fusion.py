@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import specdec
-from specdec.fusion import fuse_projections
+from specdec.fusion import Fusion, fuse_projections
 from tests.helpers.tiny import tiny_model
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
@@ -78,11 +78,40 @@ def test_fused_models_compile_whole() -> None:
         torch.testing.assert_close(compiled(IDS), before, atol=1e-5, rtol=1e-5)
 
 
-def test_a_decoder_fuses_when_asked() -> None:
+def test_a_decoder_fuses_for_its_own_passes_when_asked() -> None:
     model, draft = tiny_model("llama"), tiny_model("llama", seed=1)
     expected = specdec.SpeculativeDecoder(model, draft).generate([[1, 2, 3]], 16).token_ids
     dec = specdec.SpeculativeDecoder(model, draft, fuse=True)
-    assert fuse_projections(model) == fuse_projections(draft) == 0
+    assert {type(m) for m in model.modules() if isinstance(m, nn.Linear)} == {nn.Linear}
+    seen = []
+    model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda m, *_: seen.append(type(m)))
     out = dec.generate([[1, 2, 3]], 16)
     assert out.token_ids == expected
     assert out.provenance["fused"] == {"target": 6, "draft": 6}
+    assert nn.Linear not in seen
+    assert {type(m) for m in model.modules() if isinstance(m, nn.Linear)} == {nn.Linear}
+
+
+def test_fusing_again_takes_no_memory() -> None:
+    model = tiny_model("qwen2")
+    first, second = Fusion(model), Fusion(model)
+    assert len(first) == len(second) == 6
+    for a, b in zip(first.products, second.products, strict=True):
+        assert a.weight.data_ptr() == b.weight.data_ptr()
+        assert torch.equal(a.weight, b.weight)
+        assert (a.bias is None) == (b.bias is None)
+    before = logits(model)
+    with first.on():
+        torch.testing.assert_close(logits(model), before, atol=1e-5, rtol=1e-5)
+
+
+def test_weights_that_lie_in_one_tensor_in_another_order_are_joined_anew() -> None:
+    model = tiny_model("llama", num_hidden_layers=1)
+    q, k, v = (getattr(model.model.layers[0].self_attn, f"{n}_proj") for n in "qkv")
+    before = logits(model)
+    shared = torch.cat([k.weight, v.weight, q.weight]).detach()
+    sizes = [len(k.weight), len(v.weight), len(q.weight)]
+    for layer, part in zip((k, v, q), shared.split(sizes), strict=True):
+        layer.weight.data = part
+    assert fuse_projections(model) == 2
+    torch.testing.assert_close(logits(model), before, atol=1e-5, rtol=1e-5)

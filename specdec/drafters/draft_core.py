@@ -57,6 +57,10 @@ class StepsKey(NamedTuple):
     def passes(self) -> int:
         return self.steps
 
+    @property
+    def rare(self) -> bool:
+        return False
+
 
 @dataclass(frozen=True)
 class StepInputs(Buffers):
@@ -228,7 +232,7 @@ class DraftCore:
             proposal = self._steps(key, sampling, inputs, texts, requests)
         else:
             proposal = self.runner.run(
-                self.cache, key, first, inputs, lambda given: self._steps(key, sampling, given, None, requests)
+                self.cache, key, inputs, lambda given: self._steps(key, sampling, given, None, requests)
             )
         self.outstanding.update({r.row: proposal.tokens.shape[1] for r in requests})
         return proposal

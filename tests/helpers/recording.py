@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
 
 from specdec.buffers import Buffers
-from specdec.graphs import PassResult, R
+from specdec.graphs import PassResult, R, Recorded
+
+
+@contextmanager
+def replayed() -> Iterator[Counter[str]]:
+    """Count replays by what they return: PassResult (prefill among them), Proposal or Verified."""
+    found = Counter[str]()
+    real = Recorded.__call__
+
+    def counted(program: Recorded[Any, Any], inputs: Any) -> Any:
+        found[type(program.result).__name__] += 1
+        return real(program, inputs)
+
+    with mock.patch.object(Recorded, "__call__", counted):
+        yield found
 
 
 class Rerun:

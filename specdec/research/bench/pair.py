@@ -59,20 +59,22 @@ class Pair:
             target = inflate(loaded.target, **asdict(sizes), dtype=dtype, device=device)
         return Pair(target.eval(), draft.to(device, dtype).eval(), loaded.tokenizer, device, dtype)
 
-    def decoder(self, compile: str, draft_compile: str | None, exact: Any) -> SpeculativeDecoder:
+    def decoder(
+        self, compile: str, draft_compile: str | None, exact: Any, fuse: bool = False
+    ) -> SpeculativeDecoder:  # fmt: skip
         """The decoder of these settings; contenders that differ in their strategies alone share it.
 
         Models are tested once, eagerly: each decoder's own self-test would compile passes that no run needs.
         """
-        key = (compile, draft_compile or compile, exact)
+        key = (compile, draft_compile or compile, exact, fuse)
         if key not in self.decoders:
             if not self.decoders:
                 SpeculativeDecoder(self.target, self.draft, self.tokenizer)
             made = SpeculativeDecoder(
-                self.target, self.draft, self.tokenizer, compile=compile, exact=exact, check=False
+                self.target, self.draft, self.tokenizer, compile=compile, exact=exact, fuse=fuse, check=False
             )  # fmt: skip
             if key[1] != compile:
-                made.draft = Runner(self.draft, None, key[1])
+                made.draft = Runner(self.draft, None, key[1], fuse=fuse)
             self.decoders[key] = made
         return self.decoders[key]
 

@@ -21,13 +21,14 @@ from specdec.runner import Runner
 
 @dataclass(frozen=True)
 class Options:
-    """strategies: a chain, () = plain decoding; compile, exact: as `SpeculativeDecoder` takes them; draft_compile: the
-    same for the draft's passes, None = as the target's; generate: options of `generate`."""
+    """strategies: a chain, () = plain decoding; compile, exact, fuse: as `SpeculativeDecoder` takes them;
+    draft_compile: compile for the draft's passes, None = as the target's; generate: options of `generate`."""
 
     strategies: tuple[Any, ...] = ()
     compile: str = "off"
     draft_compile: str | None = None
     exact: Any = "auto"
+    fuse: bool = False
     generate: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -57,7 +58,7 @@ class Own(Contender):
     @property
     def decoder(self) -> specdec.SpeculativeDecoder:
         o = self.options
-        return self.pair.decoder(o.compile, o.draft_compile, o.exact)
+        return self.pair.decoder(o.compile, o.draft_compile, o.exact, o.fuse)
 
     @property
     def plain(self) -> bool:

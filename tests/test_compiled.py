@@ -1,0 +1,142 @@
+"""Compiled passes: one compilation serves all layers, and the numbers are the model's own."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import specdec
+from specdec.compiled import CompiledLayers, CompiledModel, compiled_forward, keep_compiled_code, layers_of
+from specdec.runner import Runner, Shapes
+from tests.helpers.recording import Rerun
+from tests.helpers.tiny import tiny_model
+
+SHAPES = Shapes((1, 4), 4, 32)
+
+
+def passes(runner: Runner, hidden: bool = False) -> list[torch.Tensor]:
+    """Real logits of two passes with caches of their own, at other positions."""
+    found = []
+    for start in (0, 4):
+        cache = runner.lease(2, 32)
+        if start:
+            runner.step(cache, SHAPES, torch.arange(8).reshape(2, 4), [0, 0], [4, 4], hidden=hidden)
+        out = runner.step(cache, SHAPES, torch.arange(8).reshape(2, 4) + start, [start] * 2, [4, 3], hidden=hidden)
+        found += [out.logits[0], out.logits[1, :3], *(h[0] for h in out.hidden or ())]
+    return found
+
+
+def compiled(model: Any, backend: Any = "aot_eager", **options: Any) -> Runner:
+    runner = Runner(model, **options)
+    runner.compiled = compiled_forward(runner.model, runner.config, "inductor", backend)
+    return runner
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "mixtral"])
+def test_layers_share_one_compilation(kind: str) -> None:
+    model = tiny_model(kind)
+    counter = CompileCounterWithBackend("aot_eager")
+    runner = compiled(model, counter)
+    expected = passes(Runner(copy.deepcopy(model)))
+    before = [dict(vars(m)) for m in model.modules()]
+    for ours, theirs in zip(passes(runner), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    assert isinstance(runner.compiled, CompiledLayers)
+    assert runner.compiled.compiler.whole
+    assert counter.frame_count == 2  # a layer, and the norm behind the last one
+    assert [dict(vars(m)) for m in model.modules()] == before
+
+
+def test_fused_layers_share_one_compilation() -> None:
+    model = tiny_model("qwen2")
+    counter = CompileCounterWithBackend("aot_eager")
+    runner = compiled(copy.deepcopy(model), counter, fuse=True)
+    for ours, theirs in zip(passes(runner), passes(Runner(model)), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    assert counter.frame_count == 2
+
+
+def test_passes_that_return_hidden_states_are_not_compiled() -> None:
+    model = tiny_model("llama")
+    counter = CompileCounterWithBackend("aot_eager")
+    runner = compiled(copy.deepcopy(model), counter)
+    for ours, theirs in zip(passes(runner, hidden=True), passes(Runner(model), hidden=True), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    assert counter.frame_count == 0
+
+
+def test_what_one_model_breaks_another_is_spared() -> None:
+    """dynamo gives up code, not functions: models whose layers are the same code do not share it."""
+    broken = tiny_model("llama")
+    runner = compiled(broken)
+    passes(runner, hidden=True)  # leaves hooks in the model that dynamo cannot trace
+    passes(runner)
+    counter = CompileCounterWithBackend("aot_eager")
+    passes(compiled(tiny_model("llama"), counter))
+    assert counter.frame_count == 2
+
+
+def test_a_model_whose_layers_are_not_found_is_compiled_as_a_whole_once_a_shape() -> None:
+    model = tiny_model("llama", num_hidden_layers=1)
+    counter = CompileCounterWithBackend("aot_eager")
+    runner = compiled(copy.deepcopy(model), counter)
+    assert isinstance(runner.compiled, CompiledModel)
+    for ours, theirs in zip(passes(runner), passes(Runner(model)), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    assert runner.compiled.compiler.whole
+    assert counter.frame_count == 1
+
+
+def test_a_layer_whose_forward_somebody_replaced_is_left_alone() -> None:
+    model = tiny_model("llama")
+    assert len(layers_of(model, 3)[0]) == 3
+    model.model.layers[1].forward = model.model.layers[1].forward
+    assert layers_of(model, 3) == ([], [])
+
+
+def test_a_layer_that_breaks_the_graph_is_compiled_in_parts(caplog: pytest.LogCaptureFixture) -> None:
+    class Breaking(nn.Module):
+        def __init__(self, inner: nn.Module):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            torch._dynamo.graph_break()
+            return self.inner(x)
+
+    model = tiny_model("llama")
+    expected = passes(Runner(copy.deepcopy(model)))
+    for layer in model.model.layers:
+        layer.mlp = Breaking(layer.mlp)
+    runner = compiled(model)
+    for ours, theirs in zip(passes(runner), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    assert not runner.compiled.compiler.whole
+    assert [r.getMessage() for r in caplog.records if "compiled in parts" in r.getMessage()]
+
+
+def test_compiled_decoding_writes_the_same_text() -> None:
+    model = tiny_model("llama")
+    expected = specdec.SpeculativeDecoder(model, check=False).generate([[1, 2, 3], [4, 5]], 12).token_ids
+    dec = specdec.SpeculativeDecoder(model, check=False)
+    dec.target = compiled(model, recorder=Rerun())
+    assert dec.generate([[1, 2, 3], [4, 5]], 12).token_ids == expected
+
+
+def test_compiled_code_is_kept_for_later_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert keep_compiled_code() == tmp_path / "specdec" / "inductor"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "own"))
+    assert keep_compiled_code() == tmp_path / "own"
+    runner = Runner(tiny_model("llama", num_hidden_layers=1), recorder=Rerun())
+    assert "cache" not in runner.compile_report(runner.recorded)
+    report = compiled(runner.model, "eager").compile_report(runner.recorded)["cache"]
+    assert report["found"] >= 0
+    assert report["compiled"] >= 0
