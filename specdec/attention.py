@@ -29,6 +29,7 @@ from specdec.trees import TreePass
 RAGGED = "specdec_ragged"
 MATMUL = "specdec_matmul"  # the same fold, as two products with a softmax between them instead of one fused kernel
 FOLDED = (RAGGED, MATMUL)
+SUMMED = 8  # folded queries up to which compiled code takes sums instead of matrix products
 SUPPORTED = (*FOLDED, "sdpa", "eager")
 
 Mask = Tensor | dict[str, Tensor]
@@ -57,7 +58,9 @@ def ragged_attention(
     mask = attention_mask
     if mask is not None and mask.shape[2] != folded.shape[2]:
         mask = mask.repeat(1, 1, groups, 1)
-    if fused and softcap is None and s_aux is None:
+    if softcap is None and s_aux is None and torch.compiler.is_compiling() and folded.shape[2] <= SUMMED:
+        out = _summed_attention(folded, key, value, mask, scaling or width**-0.5)
+    elif fused and softcap is None and s_aux is None:
         out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
     else:
         out = _plain_attention(folded, key, value, mask, scaling or width**-0.5, softcap, s_aux)
@@ -87,6 +90,16 @@ def _plain_attention(
     if sinks is not None:
         weights = weights[..., :-1]
     return weights.to(value.dtype) @ value
+
+
+def _summed_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+    """The same as sums of products, for compiled code and a few queries only: the compiler makes reductions of them,
+    where a matrix product of a few rows would be a kernel that is mostly idle. Eagerly they would be huge."""
+    weights = (query[:, :, :, None].float() * key[:, :, None].float()).sum(dim=-1) * scaling  # [B, H_kv, G * S, L]
+    if mask is not None:
+        weights = weights + mask
+    weights = torch.softmax(weights, dim=-1)
+    return (weights[..., None] * value[:, :, None].float()).sum(dim=-2).to(value.dtype)
 
 
 matmul_attention = partial(ragged_attention, fused=False)

@@ -33,7 +33,7 @@ class Buffers:
     def refill(self: B, new: B) -> None:
         """Take over the values of another of the same shapes, in place."""
         for mine, theirs in zip(self.tensors(), new.tensors(), strict=True):
-            mine.copy_(theirs, non_blocking=True)
+            mine.copy_(theirs, non_blocking=mine.is_cuda)
 
 
 def _copied(value: Any) -> Any:

@@ -55,7 +55,9 @@ class Compiler:
 
     def __init__(self, name: str, mode: str, backend: str = "inductor"):
         self.name, self.backend = name, backend
-        self.tuning = "max-autotune-no-cudagraphs" if mode == "max" else None
+        # Kernels are tuned one by one, and products with one row become such kernels. Trials between matrix kernels
+        # ("max-autotune") are left out: they chose slower ones for 8 rows (docs/speed.md).
+        self.options: dict[str, Any] | None = {"coordinate_descent_tuning": True} if mode == "max" else None
         self.whole = True
         keep_compiled_code()
 
@@ -64,8 +66,9 @@ class Compiler:
         own = FunctionType(
             function.__code__.replace(), function.__globals__, function.__name__, None, function.__closure__
         )  # fmt: skip
-        options: dict[str, Any] = {"mode": self.tuning} if self.tuning else {}
-        return torch.compile(own, fullgraph=self.whole, dynamic=False, backend=self.backend, **options)
+        return torch.compile(
+            own, fullgraph=self.whole, dynamic=False, backend=self.backend, options=self.options
+        )  # fmt: skip
 
     def break_up(self, error: Exception) -> None:
         """Allow parts from now on. Raises `error` if they were allowed."""
@@ -125,13 +128,14 @@ class LayerCache:
 
 
 class CompiledLayers:
-    """A model whose layers run as one compiled function, and with them the norm that follows. `layers` as `layers_of`
-    finds them; the model is changed for the time of a pass only."""
+    """A model whose layers run as one compiled function, and with them the norm that follows. `layers` and `siblings`
+    as `layers_of` finds them; the model is changed for the time of a pass only."""
 
     def __init__(self, model: Any, layers: Sequence[nn.Module], siblings: Sequence[nn.Module], compiler: Compiler):
         self.model, self.compiler = model, compiler
         self.layers, self.siblings = list(layers), list(siblings)
         self.compiled = self._compile()
+        self.states: list[Tensor] | None = None  # hidden states of the pass that goes on, where they are wanted
 
     def _compile(self) -> Any:
         def forward(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -140,15 +144,23 @@ class CompiledLayers:
         return self.compiler.compile(forward)
 
     def __call__(self, **arguments: Any) -> Any:
+        # transformers collects hidden states by hooks that dynamo cannot trace, and leaves them in the model.
+        wanted = len(self.siblings) == 1 and arguments.pop("output_hidden_states", False)
         with _unlimited():
             try:
-                with self._on():
-                    return self.model(**arguments)
+                out = self._pass(arguments, wanted)
             except torch._dynamo.exc.Unsupported as error:
                 self.compiler.break_up(error)
                 self.compiled = self._compile()
-                with self._on():
-                    return self.model(**arguments)
+                out = self._pass(arguments, wanted)
+        if self.states is not None:
+            out.hidden_states, self.states = tuple(self.states), None
+        return out
+
+    def _pass(self, arguments: dict[str, Any], wanted: bool) -> Any:
+        self.states = [] if wanted else None
+        with self._on():
+            return self.model(**arguments)
 
     @contextmanager
     def _on(self) -> Iterator[None]:
@@ -166,7 +178,10 @@ class CompiledLayers:
             return LayerCache(value.layers[index]) if isinstance(value, RaggedCache) else value
 
         def forward(*given: Any, **named: Any) -> Any:
-            return self.compiled(module, tuple(map(part, given)), {name: part(v) for name, v in named.items()})
+            out = self.compiled(module, tuple(map(part, given)), {name: part(v) for name, v in named.items()})
+            if self.states is not None:  # as in transformers: what each layer is given, and what the last norm returns
+                self.states.append(out if index is None else given[0] if given else named["hidden_states"])
+            return out
 
         return forward
 

@@ -1,4 +1,4 @@
-"""What the host may do while the device works."""
+"""What the host may do while the device works, and how tensors get there."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 
 @contextmanager
@@ -20,3 +21,9 @@ def sync_allowed(device: torch.device) -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode(mode)
+
+
+def moved(values: Tensor, device: torch.device) -> Tensor:
+    """`values` on `device`. On its way to a GPU nobody waits: what reads it there comes later. On its way to the host
+    the host must: it would read memory that is not written yet."""
+    return values.to(device, non_blocking=device.type == "cuda")

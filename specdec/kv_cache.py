@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from specdec.device import moved
 from specdec.trees import array_on
 
 
@@ -84,9 +85,10 @@ class RaggedLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         assert self.aim is not None
         aim = self.aim.on(self.device)
+        if torch.compiler.is_compiling():
+            return self._traced(key_states, value_states, aim)
         views = self.views
-        # A compiled pass must not meet buffer and views of it as separate arguments: it would copy to keep them apart.
-        if torch.compiler.is_compiling() or views is None or views.kv_len != aim.kv_len or views.rows != aim.rows:
+        if views is None or views.kv_len != aim.kv_len or views.rows != aim.rows:
             views = self._look(aim)
         _write(views.keys, key_states, aim)
         _write(views.values, value_states, aim)
@@ -98,10 +100,17 @@ class RaggedLayer(CacheLayerMixin):
         read = (keys[:, :, : aim.kv_len], values[:, :, : aim.kv_len])
         if aim.only is not None:
             keys, values = keys[0], values[0]
-        views = Views(keys, values, read, aim.rows, aim.kv_len)
-        if not torch.compiler.is_compiling():
-            self.views = views
-        return views
+        self.views = Views(keys, values, read, aim.rows, aim.kv_len)
+        return self.views
+
+    def _traced(self, key_states: Tensor, value_states: Tensor, aim: Aim) -> tuple[Tensor, Tensor]:
+        """`update` of all rows in the form that the compiler turns into a write in place. Written through a view, the
+        whole buffer would be copied; views that are kept would be taken for other tensors than the buffer."""
+        assert self.keys is not None and self.values is not None
+        rows = torch.arange(self.batch, device=self.device)[:, None]
+        self.keys[rows, :, aim.slots] = key_states.transpose(1, 2)
+        self.values[rows, :, aim.slots] = value_states.transpose(1, 2)
+        return self.keys[:, :, : aim.kv_len], self.values[:, :, : aim.kv_len]
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
         return self.capacity + 1, 0
@@ -158,7 +167,7 @@ class RaggedCache(Cache):
         listed = np.asarray(moves, dtype=np.int64).T.copy()
         index = array_on(listed, self.layers[0].keys.device)
         for layer in self.layers:
-            index = index.to(layer.keys.device, non_blocking=True)
+            index = moved(index, layer.keys.device)
             row, source, target = index
             for buffer in (layer.keys, layer.values):
                 buffer[row, :, target] = buffer[row, :, source]

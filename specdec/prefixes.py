@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec.device import moved
 from specdec.runner import to_device
 
 _PAST_THE_START = -1  # stands where a prefix is shorter than what is asked of it
@@ -62,7 +63,7 @@ class Prefixes:
 
     def __init__(self, history: History, columns: int, device: torch.device):
         self.history, self.columns, self.device = history, columns, device
-        self.fed = history.fed.to(device, non_blocking=True)
+        self.fed = moved(history.fed, device)
         self.rows = len(history.processors)
         self._exact: dict[tuple[int, int], Tensor] = {}
 
@@ -93,7 +94,7 @@ class Prefixes:
     def known(self) -> Tensor:
         """Known ids [B, N], padded behind."""
         empty = torch.empty(0, dtype=torch.int64, device=self.device)
-        rows = [empty if k is None else k.to(self.device, non_blocking=True) for k in self.history.known]
+        rows = [empty if k is None else moved(k, self.device) for k in self.history.known]
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=_PAST_THE_END)
 
     @cached_property

@@ -213,8 +213,7 @@ class Runner:
             arguments["logits_to_keep"] = key.keep
         if key.hidden:
             arguments["output_hidden_states"] = True
-        # Compiling takes longer than one prompt's chunks save, and it stumbles over what collects hidden states.
-        forward = None if key.rare or key.hidden else self.compiled
+        forward = None if key.rare else self.compiled  # compiling takes longer than one prompt's chunks save
         attention = None
         if self.own_attention:
             attention = fastest(self.device.type, key.batch * key.width * self.masks.groups, key.kv_len)

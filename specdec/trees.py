@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from specdec.buffers import Buffers
+from specdec.device import moved
 from specdec.errors import SpecdecError
 
 Parents = tuple[int, ...]
@@ -201,4 +202,4 @@ def array_on(values: np.ndarray, device: torch.device) -> Tensor:
     tensor = torch.from_numpy(values)
     if device.type != "cuda":
         return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
+    return moved(tensor.pin_memory(), device)

@@ -22,6 +22,7 @@ from torch import Tensor
 from specdec.acceptance import AcceptanceRule, Block, Verdict, judge
 from specdec.buffers import Buffers
 from specdec.details import Probe
+from specdec.device import moved
 from specdec.drafters.base import Draft
 from specdec.errors import SpecdecError
 from specdec.graphs import PassInputs, PassKey
@@ -306,6 +307,6 @@ def put_rows(table: Tensor, rows: Mapping[int, Tensor]) -> None:
     device."""
     if not rows:
         return
-    flat = torch.cat([row.to(table.device, table.dtype, non_blocking=True) for row in rows.values()])
+    flat = torch.cat([moved(row, table.device).to(table.dtype) for row in rows.values()])
     places = np.concatenate([b * table.shape[1] + np.arange(len(row)) for b, row in rows.items()])
     table.view(-1, *table.shape[2:]).index_copy_(0, array_on(places, table.device), flat)
