@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -15,20 +14,25 @@ class Buffers:
     """Base of dataclasses whose fields are tensors, other `Buffers`, tuples of tensors, or None; anything else in a
     field is fixed and is handed on as it is."""
 
+    # Copied and refilled every round: `dataclasses.fields` and `replace` took longer than the copies.
+    __dataclass_fields__: dict[str, Any]
+
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor, field by field."""
-        for field in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, field.name)
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
             if isinstance(value, Tensor):
                 yield value
             elif isinstance(value, Buffers):
                 yield from value.tensors()
-            elif isinstance(value, tuple):
-                yield from (part for part in value if isinstance(part, Tensor))
+            elif _are_tensors(value):
+                yield from value
 
     def copies(self: B) -> B:
         """The same values in tensors of their own."""
-        return replace(self, **{f.name: _copied(getattr(self, f.name)) for f in fields(self)})  # type: ignore
+        made = object.__new__(type(self))
+        vars(made).update({name: _copied(getattr(self, name)) for name in self.__dataclass_fields__})
+        return made
 
     def refill(self: B, new: B) -> None:
         """Take over the values of another of the same shapes, in place."""
@@ -36,9 +40,13 @@ class Buffers:
             mine.copy_(theirs, non_blocking=mine.is_cuda)
 
 
+def _are_tensors(value: Any) -> bool:
+    return isinstance(value, tuple) and bool(value) and isinstance(value[0], Tensor)
+
+
 def _copied(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.clone()
     if isinstance(value, Buffers):
         return value.copies()
-    return tuple(map(_copied, value)) if isinstance(value, tuple) else value
+    return tuple(v.clone() for v in value) if _are_tensors(value) else value

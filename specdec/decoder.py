@@ -29,8 +29,8 @@ class SpeculativeDecoder:
     target_model, draft_model: transformers causal language models, left as they are; tokenizer: for text prompts and
     texts; draft_tokenizer: the draft's, None = the same; strategies: names or configured drafters in priority order,
     None = `draft-model` with a draft and `prompt-lookup` without, [] = plain decoding; attn_implementation: None =
-    specdec's own, or "sdpa" / "eager"; exact: True, False or "auto" (docs/exactness.md); compile: "off", "graph",
-    "inductor", "max", or "auto" = "graph" on a GPU (docs/speed.md); fuse: compute projections of one input together,
+    specdec's own, or "sdpa" / "eager"; exact: True, False or "auto" (docs/exactness.md); compile: "auto" =
+    "graph" on a GPU and "off" elsewhere, or one of these, "inductor" or "max" (docs/speed.md); fuse: compute projections of one input together,
     in both models (fusion.py); costs: a `specdec.CostTable` or its file, for automatic draft length, None = nominal
     (docs/automatic_length.md).
 
@@ -47,7 +47,7 @@ class SpeculativeDecoder:
         *,
         attn_implementation: str | None = None,
         exact: Any = "auto",
-        compile: str = "off",
+        compile: str = "auto",
         fuse: bool = False,
         check: bool = True,
         costs: Any = None,
@@ -83,7 +83,7 @@ class SpeculativeDecoder:
         names = ("exact", "compile", "fuse", "check", "costs")
         own = {name: options.pop(name) for name in names if name in options}
         check_exact(own.get("exact", "auto"))
-        check_compile(own.get("compile", "off"))
+        check_compile(own.get("compile", "auto"))
         drafters = make_drafters(strategies, draft is not None)
         check_draft(drafters, draft)
         translate = any(getattr(d, "translate", False) for d in drafters)

@@ -331,11 +331,10 @@ class HostReader:
         """The same of tensors that are packed already."""
         self.count += 1
         with sync_allowed(packed.flat.device):
-            flat = packed.flat.cpu()
+            flat = packed.flat.cpu().numpy()
         out, offset = [], 0
         for shape, of_floats in packed.forms:
-            size = math.prod(shape)
-            part = flat[offset : offset + size]
-            offset += size
-            out.append((part if of_floats else part.to(torch.int64)).reshape(shape).tolist())
+            part = flat[offset : offset + math.prod(shape)].reshape(shape)
+            offset += part.size
+            out.append((part if of_floats else part.astype(np.int64)).tolist())
         return out

@@ -197,7 +197,7 @@ class Verifier:
         for b, draft in drafts.items():
             host[b, TOTALS], host[b, CLAIMS] = len(draft), b in claims
             if isinstance(draft.tokens, Tensor):
-                on_device[b] = draft.tokens[:width]
+                on_device[b] = draft.tokens if len(draft) <= width else draft.tokens[:width]
             else:
                 listed = self._checked(draft)[:width]
                 host[b, 8 : 8 + len(listed)] = listed
@@ -302,11 +302,19 @@ def _wanted(block: Block, verdict: Verdict, key: VerifyKey) -> dict[str, Tensor]
     return wanted
 
 
+FEW = 4  # rows that are copied one by one faster than by one write, which must be told where they go
+
+
 def put_rows(table: Tensor, rows: Mapping[int, Tensor]) -> None:
-    """table[b, : len(rows[b])] = rows[b] for every b, in one write; table [B, S, ...], contiguous, rows [n, ...] on any
-    device."""
-    if not rows:
-        return
-    flat = torch.cat([moved(row, table.device).to(table.dtype) for row in rows.values()])
-    places = np.concatenate([b * table.shape[1] + np.arange(len(row)) for b, row in rows.items()])
-    table.view(-1, *table.shape[2:]).index_copy_(0, array_on(places, table.device), flat)
+    """table[b, : len(rows[b])] = rows[b] for every b; table [B, S, ...], contiguous, rows [n, ...] on any device."""
+    lengths = {b: row.shape[0] for b, row in rows.items()}
+    if len(rows) <= FEW:
+        for b, row in rows.items():
+            table[b, : lengths[b]].copy_(row, non_blocking=table.is_cuda)
+    elif list(rows) == list(range(len(table))) and len(set(lengths.values())) == 1:
+        together = moved(torch.stack(list(rows.values())), table.device)
+        table[:, : lengths[0]].copy_(together)
+    else:
+        flat = torch.cat([moved(row, table.device).to(table.dtype) for row in rows.values()])
+        places = np.concatenate([b * table.shape[1] + np.arange(n) for b, n in lengths.items()])
+        table.view(-1, *table.shape[2:]).index_copy_(0, array_on(places, table.device), flat)

@@ -103,7 +103,8 @@ class Draft:
     length: Tensor | None = None
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        # A tensor's own len() is slow enough to be seen in rounds of many rows.
+        return self.tokens.shape[0] if isinstance(self.tokens, Tensor) else len(self.tokens)
 
     def truncated(self, n_max: int) -> Draft:
         """The first `n_max` tokens; of a tree, the nodes before the first that is deeper than `n_max`."""
