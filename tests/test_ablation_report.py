@@ -5,18 +5,19 @@ from __future__ import annotations
 import html.parser
 import io
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from rich.console import Console
 from typer.testing import CliRunner
 
 from specdec import SpeculativeDecoder, theory
 from specdec.cli import app
 from specdec.cli.ablate import print_summary
+from specdec.config import dump_yaml
 from specdec.errors import SpecdecError
 from specdec.research import plots
 from specdec.research.ablation import AblationConfig, as_rows, load_ablation, merge, run_ablation
@@ -41,6 +42,7 @@ def finished(pair: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> 
     out = tmp_path_factory.mktemp("ablation")
     config = grid(
         pair, prompts=(EVIL, PROMPTS[0], PROMPTS[1]), axes={"k": [1, 3], "seed": [0, 1]},
+        strategies={"draft": ["draft-model"], "lookup": ["prompt-lookup:ngram_min=1"]},
         generation={"max_new_tokens": 8, "acceptance": "match", "temperature": 0.7},
     )  # fmt: skip
     run_ablation(config, out)
@@ -94,10 +96,115 @@ def test_an_axis_that_does_not_concern_a_chain_makes_no_second_cell() -> None:
     ],
 )
 def test_what_a_config_gets_wrong_is_named(values: dict[str, Any], message: str, tmp_path: Path) -> None:
+    assert message in refused(values, tmp_path)
+
+
+def refused(values: dict[str, Any], folder: Path) -> str:
+    """The one line that a config file with these keys is refused with, when it is read."""
     base = {"pairs": {"p": {"target": "t"}}, "strategies": {"x": ["prompt-lookup"]}}
-    (tmp_path / "c.yaml").write_text(json.dumps({**base, **values}))
-    with pytest.raises(SpecdecError, match=re.escape(message)):
-        load_ablation(tmp_path / "c.yaml")
+    (folder / "c.yaml").write_text(json.dumps({**base, **values}))
+    with pytest.raises(SpecdecError) as caught:
+        load_ablation(folder / "c.yaml")
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+TREE = "draft-model:branches=2"
+WITH_DRAFT = {"pairs": {"p": {"target": "t", "draft": "d"}}, "strategies": {"x": ["draft-model"]}}
+
+
+@pytest.mark.parametrize(
+    ("values", "parts"),
+    [
+        ({"axes": {"acceptance": ["match", "unknown"]}}, ("axes.acceptance", "'unknown'", "leviathan")),
+        ({"generation": {"acceptance": 3}}, ("generation", "acceptance", "3")),
+        ({"cells": [{"strategies": "x", "acceptance": "no"}]}, ("cells.0.acceptance", "'no'")),
+        ({"axes": {"dtype": ["float32", "float23"]}}, ("dtype", "'float23'")),
+        ({"axes": {"dtype": ["sum"]}}, ("dtype", "'sum'")),
+        ({"axes": {"dtype": ["int8"]}}, ("dtype", "'int8'")),
+        ({"pairs": {"p": {"target": "t", "draft": "d", "draft_dtype": 16}}}, ("pairs.p", "draft_dtype", "16")),
+        ({"pairs": {"p": {"target": "t", "draft_dtype": "float32"}}}, ("pairs.p", "draft_dtype", "without a draft")),
+        ({"pairs": {"p": {"target": 7}}}, ("pairs.p", "target", "7")),
+        ({"pairs": {"p": {"target": "t", "draft": ""}}}, ("pairs.p", "draft", "''")),
+        ({"pairs": {"p": {"target": "t", "device": "tpu"}}}, ("pairs.p", "device", "'tpu'")),
+        ({"pairs": {"p": {"target": "t", "revision": 1}}}, ("pairs.p", "revision", "1")),
+        ({"pairs": {"p": {"target": "t", "trust_remote_code": "yes"}}}, ("pairs.p", "trust_remote_code", "'yes'")),
+        ({"axes": {"attn_implementation": ["flash_attention_2"]}}, ("attn_implementation", "'flash_attention_2'")),
+        ({"axes": {"k": [2, 0]}}, ("k=0", "prompt-lookup")),
+        ({"axes": {"prompt-lookup.match": ["newest"]}}, ("prompt-lookup.match", "'newest'")),
+        ({**WITH_DRAFT, "strategies": {"x": ["draft-model:n_min=3"]}, "axes": {"k": [3, 2]}}, ("k=2", "n_min=3")),
+        ({**WITH_DRAFT, "axes": {"p_min": [0.5, 2.0]}}, ("p_min", "2.0")),
+        ({"strategies": {"x": ["draft-model"]}}, ("pairs.p", "strategies.x", "needs a draft model")),
+        ({"strategies": {"x": ["prompt-lookup:n_max=0"]}}, ("strategies.x", "n_max", "0")),
+        ({**WITH_DRAFT, "strategies": {"x": [TREE]}, "generation": {"exact": True}}, ("exact", "tree")),
+        ({"axes": {"batch_size": [0]}}, ("axes.batch_size", "0")),
+        ({"axes": {"batch_size": [None]}}, ("axes.batch_size", "None")),
+        ({"axes": {"seed": [0, "a"]}}, ("axes.seed", "'a'")),
+        ({"axes": {"draft_length": ["long"]}}, ("axes.draft_length", "'long'")),
+        ({"axes": {"temperature": [0.5, "hot"]}}, ("axes.temperature", "'hot'")),
+        ({"axes": {"bad_words_ids": [[3]]}}, ("axes.bad_words_ids", "bad_words_ids=[3]")),
+        ({"axes": {"exponential_decay_length_penalty": [[4]]}}, ("exponential_decay_length_penalty=[4]",)),
+        ({"axes": {"typical_p": [0.0]}}, ("axes.typical_p", "typical_p=0.0")),
+        ({"axes": {"suppress_tokens": [[-1]]}}, ("axes.suppress_tokens", "-1")),
+        ({"generation": {"renormalize_logits": "x"}}, ("renormalize_logits", "'x'")),
+        ({"generation": {"costs": "none.json"}}, ("generation", "costs", "none.json")),
+        (
+            {**WITH_DRAFT, "generation": {"costs": {"target": [[[1.0, 2.0]]]}, "draft_length": "auto"}},
+            ("costs", "no draft model"),
+        ),
+        ({"data": {"dataset": 5}}, ("data: dataset", "5")),
+        ({"data": {"limit": 0}}, ("data: limit", "0")),
+        ({"data": {"seed": "x"}}, ("data: seed", "'x'")),
+        ({"data": {"categories": []}}, ("data: categories", "[]")),
+        ({"data": {"chat": "maybe"}}, ("data: chat", "'maybe'")),
+        ({"plain": "no"}, ("plain", "'no'")),
+        ({"cells": 5}, ("cells", "5")),
+        ({"prompts": "a text"}, ("prompts", "'a text'")),
+    ],
+)  # fmt: skip
+def test_what_needs_no_model_to_be_wrong_is_refused_when_the_config_is_read(
+    values: dict[str, Any], parts: tuple[str, ...], tmp_path: Path
+) -> None:
+    said = refused(values, tmp_path)
+    assert all(part in said for part in parts), said
+
+
+@pytest.mark.parametrize(
+    ("values", "parts"),
+    [
+        ({"prompts": ["a"], "data": {"dataset": "gsm8k"}}, ("prompts", "data.dataset='gsm8k'")),
+        ({"prompts": ["a"], "data": {"dataset": "spec-bench"}}, ("prompts", "data.dataset='spec-bench'")),
+        ({"prompts": ["a"], "data": {"limit": 3}}, ("prompts", "data.limit=3")),
+        ({"prompts": []}, ("prompts", "[]")),
+        ({"generation": {"temperature": 0.5}, "axes": {"temperature": [0.0]}}, ("axes.temperature", "generation")),
+        ({"pairs": {"p": {"target": "t", "dtype": "auto"}}, "axes": {"dtype": ["float16"]}}, ("axes.dtype", "pairs.p")),
+        ({"strategies": {"x": ["prompt-lookup:n_max=7"]}, "axes": {"k": [1]}}, ("axes.k", "strategies.x", "n_max=7")),
+        ({"axes": {"k": [1], "prompt-lookup.n_max": [2]}}, ("axes", "k", "prompt-lookup.n_max")),
+        ({"cells": [{"strategies": "x", "k": 1, "prompt-lookup.n_max": 2}]}, ("cells.0", "k", "prompt-lookup.n_max")),
+        ({"axes": {"suffix.n_max": [1]}}, ("axes.suffix.n_max", "no effect")),
+        ({"cells": [{"strategies": "plain", "k": 1}]}, ("cells.0.k", "no effect")),
+    ],
+)  # fmt: skip
+def test_a_key_that_would_hide_another_one_is_refused(
+    values: dict[str, Any], parts: tuple[str, ...], tmp_path: Path
+) -> None:
+    said = refused(values, tmp_path)
+    assert all(part in said for part in parts), said
+
+
+def test_what_single_cells_still_use_is_no_contradiction() -> None:
+    found = cells(
+        generation={"temperature": 0.5}, axes={"temperature": [0.0]}, cells=[{"strategies": "draft"}],
+        prompts=["a"], data={"chat": False, "longest": 3},
+    )  # fmt: skip
+    assert [c["temperature"] for c in found if c["chain"] == "draft"] == [0.0, None]
+
+
+def test_a_config_is_read_back_from_what_it_is_written_as() -> None:
+    for values in ({"prompts": ["a"]}, {"data": {"dataset": "gsm8k", "limit": 3}}, {}):
+        config = AblationConfig(pairs={"p": {"target": "t"}}, **values)
+        assert AblationConfig(**yaml.safe_load(dump_yaml(config))).expand() == config.expand()
+        assert AblationConfig(**yaml.safe_load(dump_yaml(config))).data == config.data
 
 
 # -- summary ----------------------------------------------------------------------------------------------------------
@@ -252,6 +359,29 @@ def test_plots_without_matter_say_so(finished: Path) -> None:
         plots.strategy_share_over_time(finished, "plain")
 
 
+def test_an_ablation_whose_rows_all_failed_says_so_in_its_report_and_on_the_terminal(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    run_ablation(grid({"target": str(tmp_path / "empty")}, strategies={"x": ["prompt-lookup"]}), tmp_path / "out")
+    done = invoke("ablate", "merge", str(tmp_path / "out"))
+    assert done.exit_code == 1
+    assert "Every row failed" in done.stdout
+    assert "cannot load" in done.stdout
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert "Every row failed" in page
+    for plot in plots.PLOTS.values():
+        assert f"Not drawn: {plot.__name__}: every row of the results table failed" in page
+    with pytest.raises(SpecdecError, match="every row"):
+        plots.acceptance_by_position(tmp_path / "out")
+
+
+def test_a_report_says_why_a_plot_is_not_in_it(pair: dict[str, str], tmp_path: Path) -> None:
+    run_ablation(grid(pair, strategies={}, prompts=PROMPTS[:1]), tmp_path)
+    merge(tmp_path)
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "Not drawn: acceptance_by_position: the results table has no row with a draft." in page
+    assert "Not drawn: speedup_against_k: the results table has no drafting setting with an axis k" in page
+
+
 # -- the command line -------------------------------------------------------------------------------------------------
 
 
@@ -292,6 +422,32 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
         assert done.exit_code == 2, (arguments, done.output)
         assert done.stderr.startswith("error: ")
         assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (("compare", "--draft", "demo-draft", "--prompt", "a", "--dataset", "gsm8k"), ("--dataset", "--prompt")),
+        (("compare", "--draft", "demo-draft", "--prompt", "a", "--limit", "8"), ("--limit", "--prompt")),
+        (("compare", "--draft", "demo-draft", "--prompt", "a", "--category", "rag"), ("--category", "--prompt")),
+        (("compare", "--strategy", "suffix", "--prompt", "a", "--k", "5"), ("--k", "strategies alone")),
+        (("compare", "--strategy", "suffix", "--prompt", "a", "--draft-dtype", "float32"), ("--draft-dtype",)),
+        (("compare", "--draft", "demo-draft", "--prompt", "a", "--acceptance", "no"), ("acceptance", "'no'")),
+        (("generate", "--prompt", "a", "--draft-dtype", "float32"), ("draft_dtype", "without a draft")),
+        (("generate", "--prompt", "a", "--dtype", "float23"), ("dtype", "'float23'")),
+        (("generate", "--prompt", "a", "--ignore-eos", "--option", "eos_token_id=3"), ("eos_token_id=3", "ignore_eos")),
+        (("generate", "--prompt", "a", "--option", "typical_p=0.0"), ("typical_p=0.0",)),
+        (("trace", "record", "--out", "x", "--prompt", "a", "--limit", "3"), ("--limit", "--dataset")),
+    ],
+)  # fmt: skip
+def test_an_option_without_effect_is_refused_before_any_model_is_loaded(
+    arguments: tuple[str, ...], parts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SpeculativeDecoder, "from_pretrained", lambda *a, **o: pytest.fail("a model was loaded"))
+    done = invoke(*arguments, "--target", "demo-target")
+    assert done.exit_code == 2, done.output
+    assert done.stderr.count("\n") == 1
+    assert all(part in done.stderr for part in parts), done.stderr
 
 
 # -- compare ----------------------------------------------------------------------------------------------------------
