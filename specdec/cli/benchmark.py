@@ -27,6 +27,8 @@ def bench_config(
     config.check_targets()
     if "target" in options:
         options = {"draft": None, **options}
+    if options.get("draft") is not None:
+        options = {"coarsen": None, **options}
     config = replace(config, models=replace(config.models, **options))
     if minutes is not None:
         config = replace(config, minutes=minutes)

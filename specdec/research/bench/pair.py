@@ -52,7 +52,7 @@ class Pair:
         loaded = LoadedPair.load(
             locate(choice.target), draft_name, device=home, dtype="float32", draft_dtype="float32"
         )  # fmt: skip
-        draft = loaded.draft if loaded.draft is not None else coarsen(loaded.target, choice.coarsen)
+        draft = loaded.draft if choice.coarsen is None else coarsen(loaded.target, choice.coarsen)
         if sizes is None:
             target = loaded.target.to(device, dtype)
         else:
