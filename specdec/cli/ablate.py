@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 from specdec.cli import output
 from specdec.research.ablation.config import load_ablation
 from specdec.research.ablation.merge import REPORT, check_packages, merge
+from specdec.research.ablation.report import EVERY_ROW_FAILED
 from specdec.research.ablation.runner import Share, run_ablation
 from specdec.research.ablation.store import Plan
 
@@ -108,6 +109,8 @@ def print_summary(console: Console, summary: Mapping[str, Any]) -> None:
         )  # fmt: skip
     console.print(made)
     print_gate(console, summary["gate"])
+    if sum(entry["rows"] for entry in summary["errors"]) == summary["rows"]:
+        console.print(EVERY_ROW_FAILED, style="bold red")
     for entry in summary["errors"][:SHOWN]:
         line = f"{entry['rows']} rows of {entry['setting']} failed: {entry['error']}"
         console.print(escape(line), style="red", soft_wrap=True)
