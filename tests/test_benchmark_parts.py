@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdec.config import from_dict, load_yaml
 from specdec.errors import SpecdecError
+from specdec.provenance import hash_ids, hash_template
 from specdec.research import smollm2
 from specdec.research.bench import profile, run, targets
 from specdec.research.bench.config import BenchConfig, DataChoice, ModelChoice, Scenario, Target
@@ -20,6 +22,7 @@ from specdec.research.bench.contenders import make_contender
 from specdec.research.bench.contenders.base import until_end
 from specdec.research.bench.contenders.hf import left_padded
 from specdec.research.bench.pair import Pair, bytes_read, items, long_rows, parameter_bytes
+from specdec.research.bench.scenario import ScenarioRun
 from specdec.research.datasets import load_prompts
 from specdec.research.inflate import coarsen
 
@@ -132,6 +135,24 @@ def test_calls_are_full_and_the_longest_comes_first(pair: Pair) -> None:
     assert [len(call.prompts) for call in calls] == [2, 2, 2]
     assert calls[0].longest == max(len(p) for call in calls for p in call.prompts) <= 44
     assert len({name for call in calls for name in call.ids}) == 6
+
+
+def test_a_scenario_says_which_ids_and_which_chat_template_its_prompts_are(pair: Pair) -> None:
+    """Of what contenders are given, with a template, without one, and where a context is filled up."""
+    chatty = copy.deepcopy(pair.tokenizer)
+    chatty.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    found = {}
+    for name, tokenizer, context in (("bare", pair.tokenizer, None), ("chat", chatty, None), ("long", chatty, 300)):
+        setting = Scenario(batch=2, prompts=2, max_new_tokens=2, repeats=1, context=context)
+        calls = items(replace(pair, tokenizer=tokenizer), DataChoice("humaneval", longest=64), setting)
+        made = ScenarioRun(name, setting, pair, calls, [], None, lambda what: None).run()
+        assert made["prompt_hashes"] == [hash_ids(p) for call in calls for p in call.prompts]
+        assert len(made["prompt_hashes"]) == len(made["prompts"]) == 2
+        found[name] = made
+    assert found["chat"]["chat_template"] == hash_template(chatty)
+    assert found["bare"]["chat_template"] is found["long"]["chat_template"] is None
+    hashes = [h for made in found.values() for h in made["prompt_hashes"]]
+    assert len(set(hashes)) == len(hashes)
 
 
 def test_long_contexts_are_of_the_length_asked_for_and_end_with_the_prompt(pair: Pair) -> None:

@@ -29,6 +29,7 @@ from specdec.acceptance import RULES
 from specdec.decoder import SpeculativeDecoder
 from specdec.errors import SpecdecError
 from specdec.loading import LoadedPair, pick_device
+from specdec.provenance import hash_ids, hash_template
 from specdec.research.bench import origin
 from specdec.research.datasets import encode_texts, load_prompts
 from specdec.research.equality import PassShape, content_dependence, float32_reference, why_not_equal
@@ -147,6 +148,8 @@ def run_exactness(
     }  # fmt: skip
     progress("loading the models")
     models = Models.load(config, device)
+    result["prompt_hashes"] = [hash_ids(ids) for ids in models.prompts]
+    result["chat_template"] = hash_template(models.tokenizer)
     decoder: SpeculativeDecoder | None = None
     for group in groups:
         reason = _reason_to_skip(group, device, deadline)
