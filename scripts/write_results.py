@@ -231,15 +231,9 @@ def length_block(result: dict[str, Any]) -> str:
     )
     rows = []
     for category, entry in result["summary"].items():
-        cells = [_speedup(entry["speedups"][name]) for name in result["strategies"]]
+        cells = [report.interval(entry["speedups"][name]) for name in result["strategies"]]
         rows.append([category, str(entry["prompts"]), *cells])
     return f"{head}\n\n{table(('category', 'prompts', *(f'`{s}`' for s in result['strategies'])), rows)}"
-
-
-def _speedup(entry: dict[str, float | None]) -> str:
-    if entry["low"] is None or entry["high"] is None:
-        return _figure(entry["value"], ".2f")
-    return f"{entry['value']:.2f} ({entry['low']:.2f}-{entry['high']:.2f})"
 
 
 def replaced(text: str, made: str) -> str:
