@@ -91,7 +91,7 @@ class Cell:
     def key(self) -> str:
         """A short hash of everything that the cell's rows depend on beside the prompt and the models' weights."""
         parts = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "settings"}
-        return content_hash({**parts, "models": asdict(self.models)})
+        return content_hash({**parts, "models": vars(self.models)})
 
     @property
     def seed(self) -> int:
