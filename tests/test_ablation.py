@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoTokenizer
 
 import specdec
@@ -24,7 +23,6 @@ from specdec.research.ablation.journal import Journal, read_journals
 from specdec.research.ablation.runner import LAUNCHERS, row_seed
 from specdec.research.ablation.table import TIMES
 from tests.helpers.grid import PROMPTS, grid, save_model, save_pair
-from tests.helpers.scripts import load_script
 
 ROOT = Path(__file__).resolve().parents[1]
 KILLS = 10
@@ -347,19 +345,6 @@ def test_a_failing_cell_is_recorded_and_the_rest_runs(pair: dict[str, str], tmp_
     assert run_ablation(config, tmp_path / "out", retry_errors=True).rows == session.errors
 
 
-@pytest.mark.parametrize("change", [{"target": "/no/such/model"}, {"draft": "/no/such.gguf"}, {"device": "cuda:99"}])
-def test_a_file_or_device_that_is_not_there_is_refused_before_any_model_is_loaded(
-    pair: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, str]
-) -> None:
-    loads: list[Any] = []
-    monkeypatch.setattr(SpeculativeDecoder, "from_pretrained", lambda *a, **o: loads.append(a))
-    if "device" in change and torch.cuda.is_available():
-        pytest.skip("this machine has a GPU")
-    with pytest.raises(SpecdecError, match=r"pairs\.wrong: .*(no/such|cuda:99)"):
-        run_ablation(grid(pair, pairs={"right": pair, "wrong": {**pair, **change}}), tmp_path / "out")
-    assert loads == []
-
-
 def test_the_equality_gate_passes_and_says_what_it_compared(finished: Path) -> None:
     rows = as_rows(finished)
     assert all(r["equals_plain"] is True for r in rows if r["drafts"])
@@ -412,46 +397,3 @@ def test_a_prompt_that_cannot_be_encoded_is_an_error_of_its_rows(pair: dict[str,
     rows = row_lines(tmp_path / "out")
     assert (session.rows, session.errors) == (6, 3)
     assert all("no Unicode text" in row["error"] for row in rows if row["status"] == "error")
-
-
-# -- what the runner costs --------------------------------------------------------------------------------------------
-
-
-def test_the_runners_cost_is_all_time_beside_decoding() -> None:
-    measure = load_script("measure_ablation")
-    found = measure.overheads({"wall": 110.0, "load": 4.0, "decode": 100.0}, reading=1.0, merging=2.0)
-    assert found["overhead"] == pytest.approx(0.13)
-    assert found["parts"] == {
-        "loading": pytest.approx(0.04), "between_cells": pytest.approx(0.06), "config_and_merge": pytest.approx(0.03),
-    }  # fmt: skip
-    assert measure.overheads({"wall": 1.0, "load": 1.0, "decode": 0.0}, 0.0, 0.0)["overhead"] is None
-
-
-def test_a_measurement_of_the_runner_goes_on_where_it_stopped(
-    pair: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Stopped by its time limit, here after the first row, and run again."""
-    measure = load_script("measure_ablation")
-    (tmp_path / "c.yaml").write_text(dump_yaml(grid(pair, prompts=PROMPTS[:1])))
-    out = tmp_path / "out.json"
-    arguments = ["x", "--config", str(tmp_path / "c.yaml"), "--folder", str(tmp_path / "run"), "--out", str(out)]
-    monkeypatch.setattr(sys, "argv", [*arguments, "--seconds", "0"])
-    monkeypatch.setattr(measure, "TOLD_EVERY", 1)
-
-    class Stopping(measure.Clock):  # type: ignore[name-defined, misc]
-        def __call__(self, what: str) -> None:
-            super().__call__(what)
-            if self.done == 2:
-                raise KeyboardInterrupt
-
-    with monkeypatch.context() as stopped:
-        stopped.setattr(measure, "Clock", Stopping)
-        measure.main()
-    assert json.loads(out.read_text())["rows"] == 1
-    assert "5 rows are missing, about" in capsys.readouterr().err
-    measure.main()
-    result = json.loads(out.read_text())
-    assert (result["rows"], result["runner"]["rows"], result["runner"]["sessions"]) == (6, 6, 2)
-    assert result["overhead"] == pytest.approx(sum(result["parts"].values()))
-    assert result["overhead"] > result["runner"]["overhead"]
-    assert "1 of 5 rows; " in capsys.readouterr().err

@@ -58,9 +58,6 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 
 
-PLAIN: dict[str, Any] = {"plain": {"kind": "specdec"}}
-
-
 @dataclass(frozen=True)
 class Nothing:
     """No options."""
@@ -371,45 +368,6 @@ def test_bad_options_of_a_benchmark_are_named(
     done = CliRunner().invoke(app, ["bench", str(config_file), *arguments])
     assert done.exit_code == 2
     assert named in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("change", "parts"),
-    [
-        ({"models": {"draft": "demo-draft", "coarsen": 0.5}}, ("models", "coarsen=0.5", "draft='demo-draft'")),
-        ({"contenders": {"plain": {"kind": "specdec", "generate": {"ignore_eos": True}}}}, ("plain", "ignore_eos")),
-        ({"contenders": {"plain": {"kind": "specdec", "generate": {"acceptance": "no"}}}}, ("acceptance", "'no'")),
-        (
-            {"contenders": {**PLAIN, "x": {"kind": "transformers", "assistant": True, "lookup": 3}}},
-            ("x", "assistant", "lookup"),
-        ),
-        (
-            {"contenders": {**PLAIN, "x": {"kind": "transformers", "assistant_tokens": 3}}},
-            ("x", "assistant_tokens"),
-        ),
-    ],
-)  # fmt: skip
-def test_keys_of_a_benchmark_that_have_no_effect_are_refused_before_models_are_built(
-    change: dict[str, Any], parts: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Pair, "build", lambda choice: pytest.fail("a model was built"))
-    base = {"contenders": {"plain": {"kind": "specdec"}}, "scenarios": {"one": {}}}
-    (tmp_path / "c.yaml").write_text(yaml.safe_dump({**base, **change}))
-    done = CliRunner().invoke(app, ["bench", str(tmp_path / "c.yaml")])
-    assert done.exit_code == 2, done.output
-    assert len(done.stderr.strip().splitlines()) == 1
-    assert all(part in done.stderr for part in parts), done.stderr
-
-
-def test_a_draft_on_the_command_line_takes_the_place_of_the_coarsened_target(tmp_path: Path) -> None:
-    base = {"contenders": {"plain": {"kind": "specdec"}}, "scenarios": {"one": {}}}
-    (tmp_path / "c.yaml").write_text(yaml.safe_dump({**base, "models": {"draft": None, "coarsen": 0.5}}))
-    assert bench_config(tmp_path / "c.yaml", {}, [], None).models.coarsen == 0.5
-    models = bench_config(tmp_path / "c.yaml", {"draft": "d"}, [], None).models
-    assert (models.draft, models.coarsen) == ("d", None)
-    (tmp_path / "c.yaml").write_text(yaml.safe_dump(base))
-    models = bench_config(tmp_path / "c.yaml", {"target": "t"}, [], None).models
-    assert (models.draft, models.coarsen) == (None, 0.2)
 
 
 def test_options_replace_what_the_file_says(config_file: Path) -> None:

@@ -10,8 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
 
+from specdec.cli import app
+from specdec.cli.benchmark import bench_config
 from specdec.config import from_dict, load_yaml
 from specdec.errors import SpecdecError
 from specdec.provenance import hash_ids, hash_template
@@ -103,6 +107,43 @@ def test_the_reference_must_be_plain_decoding() -> None:
     config = from_dict(BenchConfig, {**PLAIN, "contenders": {"plain": {"kind": "transformers"}}}, "bench.yaml")
     with pytest.raises(SpecdecError, match="plain decoding"):
         run.run_bench(config, "x")
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        ({"models": {"draft": "demo-draft", "coarsen": 0.5}}, ("models", "coarsen=0.5", "draft='demo-draft'")),
+        ({"contenders": {"plain": {"kind": "specdec", "generate": {"ignore_eos": True}}}}, ("plain", "ignore_eos")),
+        ({"contenders": {"plain": {"kind": "specdec", "generate": {"acceptance": "no"}}}}, ("acceptance", "'no'")),
+        (
+            {"contenders": {**PLAIN["contenders"], "x": {"kind": "transformers", "assistant": True, "lookup": 3}}},
+            ("x", "assistant", "lookup"),
+        ),
+        (
+            {"contenders": {**PLAIN["contenders"], "x": {"kind": "transformers", "assistant_tokens": 3}}},
+            ("x", "assistant_tokens"),
+        ),
+    ],
+)  # fmt: skip
+def test_keys_of_a_benchmark_that_have_no_effect_are_refused_before_models_are_built(
+    change: dict[str, Any], parts: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Pair, "build", lambda choice: pytest.fail("a model was built"))
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({**PLAIN, **change}))
+    done = CliRunner().invoke(app, ["bench", str(tmp_path / "c.yaml")])
+    assert done.exit_code == 2, done.output
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert all(part in done.stderr for part in parts), done.stderr
+
+
+def test_a_draft_on_the_command_line_takes_the_place_of_the_coarsened_target(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({**PLAIN, "models": {"draft": None, "coarsen": 0.5}}))
+    assert bench_config(tmp_path / "c.yaml", {}, [], None).models.coarsen == 0.5
+    models = bench_config(tmp_path / "c.yaml", {"draft": "d"}, [], None).models
+    assert (models.draft, models.coarsen) == ("d", None)
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(PLAIN))
+    models = bench_config(tmp_path / "c.yaml", {"target": "t"}, [], None).models
+    assert (models.draft, models.coarsen) == (None, 0.2)
 
 
 # -- models and prompts ----------------------------------------------------------------------------------------------
