@@ -25,6 +25,7 @@ from specdec import NgramCache, NgramMapK, NgramMapK4V, NgramMod, NgramSimple, P
 from specdec.drafters.base import DraftContext, DraftRequest
 from specdec.drafters.chain import Chain, build_chain
 from specdec.research.bench import origin
+from specdec.research.bootstrap import DRAWS, difference
 from specdec.research.replay import Text, load_texts, replay
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,7 +37,6 @@ CAP = 8  # most tokens a round drafts, the same for all
 CONTEXTS = (2_048, 8_192, 32_768, 131_072)
 ROUNDS = 400
 SLOTS = 4
-RESAMPLES = 2_000
 Make = Callable[[], Any]
 
 COSTED: dict[str, Make] = {
@@ -145,7 +145,7 @@ def measure_acceptance() -> dict[str, Any]:
     for model, path in TEXTS.items():
         texts = [t for t in load_texts(path) if len(t.output)]
         models[model] = {"strategies": _compare(texts), "switches": _switches(texts), "texts": len(texts)}
-    return {"cap": CAP, "new_tokens": 128, "slots": SLOTS, "resamples": RESAMPLES, "models": models}
+    return {"cap": CAP, "new_tokens": 128, "slots": SLOTS, "resamples": DRAWS, "models": models}
 
 
 def loops(output: np.ndarray, span: int = 48, longest: int = 16) -> bool:
@@ -173,11 +173,8 @@ def _group(tokens: np.ndarray, rounds: dict[str, np.ndarray], chosen: np.ndarray
     t = tokens[chosen]
     figures = {name: float(t.sum() / r.sum()) for name, r in own.items()}
     best = max((name for name in own if name != "suffix"), key=figures.__getitem__)
-    picks = np.random.default_rng(0).integers(0, len(t), (RESAMPLES, len(t)))
-    written, ours, theirs = (x[picks].sum(axis=1) for x in (t, own["suffix"], own[best]))
-    leads = written / ours - written / theirs
-    low, high = np.quantile(leads, [0.025, 0.975])
-    lead = {"over": best, "lead": figures["suffix"] - figures[best], "low": float(low), "high": float(high)}
+    found = difference((t.tolist(), own["suffix"].tolist()), (t.tolist(), own[best].tolist()))
+    lead = {"over": best, "lead": found.value, "low": found.low, "high": found.high}
     return {"prompts": int(chosen.sum()), "tokens_per_round": figures, "suffix_lead": lead}
 
 

@@ -191,13 +191,17 @@ def ablation_block(result: dict[str, Any]) -> str:
     """The Markdown of the runner's cost."""
     runner, machine = result["runner"], result["machine"]
     equal = result["rows_compared"] - result["rows_differing"]
+    beside = result.get("reading_seconds", 0.0) + result["merge_seconds"]
+    parts = (runner["load"], runner["wall"] - runner["load"] - runner["decode"], beside)
+    loading, between, merging = (seconds / runner["decode"] for seconds in parts)
     return (
         f"Measured by `scripts/measure_ablation.py` on {result['date']}: {machine['processor']}, {machine['threads']} "
         f"threads. {result['rows']:,} of {result['cells']:,} cells of the embedded pair, one prompt and "
-        f"{result['tokens_per_row']} tokens a row: {runner['decode']:.0f} s of decoding, {runner['load']:.1f} s of "
-        "loading, and "
-        f"{result['overhead']:.1%} of the decoding time for everything else, every row synced to the disk. "
-        f"{equal:,} of {result['rows_compared']:,} compared rows had plain decoding's text."
+        f"{result['tokens_per_row']} tokens a row: {runner['decode']:.0f} s of decoding, and "
+        f"{loading + between + merging:.1%} of that for everything else, from the config to the report: {loading:.1%} "
+        f"for loading the models, {between:.1%} between the cells, with every row synced to the disk, and "
+        f"{merging:.1%} for the table and the report. {equal:,} of {result['rows_compared']:,} compared rows had plain "
+        "decoding's text."
     )
 
 
@@ -231,15 +235,9 @@ def length_block(result: dict[str, Any]) -> str:
     )
     rows = []
     for category, entry in result["summary"].items():
-        cells = [_speedup(entry["speedups"][name]) for name in result["strategies"]]
+        cells = [report.interval(entry["speedups"][name]) for name in result["strategies"]]
         rows.append([category, str(entry["prompts"]), *cells])
     return f"{head}\n\n{table(('category', 'prompts', *(f'`{s}`' for s in result['strategies'])), rows)}"
-
-
-def _speedup(entry: dict[str, float | None]) -> str:
-    if entry["low"] is None or entry["high"] is None:
-        return _figure(entry["value"], ".2f")
-    return f"{entry['value']:.2f} ({entry['low']:.2f}-{entry['high']:.2f})"
 
 
 def replaced(text: str, made: str) -> str:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from specdec.acceptance import find_rule
+from specdec.checks import naming_processors
 from specdec.config import UNSET, GenerationSettings, as_list
 from specdec.contract import check_processors
 from specdec.costs import as_costs, costs_for
@@ -61,7 +62,7 @@ class Call:
         own = as_list(settings.logits_processor)
         if own and self.rows:
             check_processors(own, self.rows[0].prompt, decoder.target.vocab_size, decoder.target.device)
-        try:
+        with naming_processors(settings):
             self.sampling = build_sampling(
                 decoder.target.model, settings.fields, settings.temperature,
                 sorted(t for t in stops.eos if 0 <= t < decoder.target.vocab_size),
@@ -69,11 +70,6 @@ class Call:
             )  # fmt: skip
             if self.sampling.row_processors is not None and self.rows:
                 self.sampling.row_processors(0, self.rows[0].prompt, settings.max_new_tokens)  # bad values fail now
-        except SpecdecError:
-            raise
-        except (ValueError, TypeError, IndexError, RuntimeError) as error:
-            names = ", ".join(settings.processors) or "the sampling options"
-            raise SpecdecError(f"transformers refuses {names}: {error}") from error
         self.batch = min(settings.batch_size or DEFAULT_BATCH, max(1, len(self.rows)))
         self.capacity = max((len(row.ids) - 1 for row in self.rows), default=1)
 

@@ -165,20 +165,25 @@ class GenerationSettings:
                 check_whole(name, value, 0)
             if value is not None and name in ("typical_p", "epsilon_cutoff", "eta_cutoff", "top_h"):
                 check_number(name, value, 0.0, 1.0)
+            if name in ("renormalize_logits", "remove_invalid_values") and not isinstance(value, (bool, type(None))):
+                raise SpecdecError(f"{name} must be True or False, got {value!r}")
         for name in ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"):
             for value in as_list(getattr(self, name)):
                 stateful = name == "logits_processor" and isinstance(value, PrefixProcessor)
                 if not (callable(value) or stateful):
                     raise SpecdecError(f"{name} must be callable, got {value!r}")
 
-    def check_ids(self, vocab_size: int) -> None:
-        """Raise SpecdecError for a token id among the options that the target does not have."""
+    def check_ids(self, vocab_size: int | None = None) -> None:
+        """Raise SpecdecError for a token id among the options that the target does not have; vocab_size None: that no
+        target can have."""
         named = {name: self.processors.get(name) for name in _ID_FIELDS}
         if self.eos_token_id is not UNSET:
             named["eos_token_id"] = self.eos_token_id
         for name, value in named.items():
             for token in _ids(value, name):
-                if not 0 <= token < vocab_size:
+                if vocab_size is None and token < 0:
+                    raise SpecdecError(f"{name}: token ids are 0 or more, got {token}")
+                if vocab_size is not None and not 0 <= token < vocab_size:
                     raise SpecdecError(f"{name}: token id {token} is outside the target's vocabulary of {vocab_size}")
 
     @property

@@ -228,33 +228,44 @@ def pick_device(device: str | torch.device | None) -> torch.device:
     """None = CUDA if there is one, else CPU. Raises SpecdecError for a device that is absent or untested."""
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        chosen = torch.device(device)
-    except RuntimeError:
-        raise SpecdecError(f"unknown device {device!r}") from None
-    if chosen.type not in ("cpu", "cuda"):
-        raise SpecdecError(f"device {device!r} is not supported: cpu and cuda are (mps is untested)")
+    chosen = parse_device(device)
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise SpecdecError(f"device {device!r} was asked for, but this machine has no CUDA device")
     return chosen
 
 
+def parse_device(device: Any) -> torch.device:
+    """A device by its name, whether this machine has it or not. Raises SpecdecError for an unsupported kind."""
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise SpecdecError(f"unknown device {device!r}") from None
+    if chosen.type not in ("cpu", "cuda"):
+        raise SpecdecError(f"device {device!r} is not supported: cpu and cuda are (mps is untested)")
+    return chosen
+
+
+def check_dtype(dtype: Any, name: str = "dtype") -> torch.dtype | None:
+    """A dtype of weights by its name or as it is; None for None and "auto". Raises SpecdecError for anything else."""
+    if dtype is None or dtype == "auto":
+        return None
+    chosen = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(chosen, torch.dtype) or not chosen.is_floating_point or chosen.itemsize < 2:
+        raise SpecdecError(f"unknown {name} {dtype!r}: float32, bfloat16 and float16 are known")
+    return chosen
+
+
 def _choose_dtype(dtype: Any, config: Any, device: torch.device, role: str) -> torch.dtype | None:
     """None = the checkpoint's."""
-    if isinstance(dtype, str) and dtype != "auto":
-        dtype = getattr(torch, dtype, None) or _bad_dtype(dtype)
-    if isinstance(dtype, torch.dtype):
-        return dtype
+    chosen = check_dtype(dtype, "dtype" if role == "target" else "draft_dtype")
+    if chosen is not None:
+        return chosen
     if device.type == "cpu" and dtype is None:
         return torch.float32
     stored = getattr(config, "dtype", None)
     if role == "draft" and dtype is None and stored in (None, torch.float32):
         return torch.bfloat16
     return stored if isinstance(stored, torch.dtype) else None
-
-
-def _bad_dtype(name: str) -> Any:
-    raise SpecdecError(f"unknown dtype {name!r}: float32, bfloat16 and float16 are known")
 
 
 def check_is_model(model: Any, role: str) -> None:

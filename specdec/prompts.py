@@ -14,6 +14,8 @@ import torch
 
 from specdec.errors import SpecdecError
 
+TEXT_PARTS = ("text", "input_text", "output_text")  # types of a message's parts that have a text
+
 
 def encode_prompts(prompts: Any, tokenizer: Any, vocab_size: int, context: int) -> list[list[int]]:
     """Rows of ids. Raises SpecdecError for an empty row, an id outside the vocabulary, a row longer than the context,
@@ -61,8 +63,34 @@ def _encode(row: Any, index: int, tokenizer: Any) -> list[int]:
     return [int(t) for t in row]
 
 
+def join_parts(content: Any, where: str) -> Any:
+    """The text of a message whose content is a list of parts, as OpenAI's API has it; anything else as it is.
+
+    Parts are joined without anything between them: so do templates that take lists, while others add the list to a text
+    or print it. Raises SpecdecError for a part that is no text.
+    """
+    if not isinstance(content, (list, tuple)):
+        return content
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        text = part.get("text") if isinstance(part, Mapping) and kind in TEXT_PARTS else None
+        if not isinstance(text, str):
+            raise SpecdecError(
+                f"{where}: a part of its content is of the type {kind!r}: only parts with a text are taken"
+            )
+        texts.append(text)
+    return "".join(texts)
+
+
 def _through_template(messages: list[Any], index: int, tokenizer: Any) -> list[int]:
     """Ids of a chat. Templates raise errors of their own for roles that they do not know, or in another order."""
+    messages = [
+        {**m, "content": join_parts(m["content"], f"prompt {index}, message {i}")}
+        if isinstance(m, Mapping) and "content" in m
+        else m
+        for i, m in enumerate(messages)
+    ]
     try:
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
     except Exception as error:

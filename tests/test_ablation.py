@@ -113,7 +113,7 @@ def test_rows_say_which_chat_template_they_went_through(pair: dict[str, str], tm
     tokenizer.save_pretrained(chatty)
     pairs = {"chatty": {"target": chatty}, "bare": {"target": pair["target"]}}
     data = {"dataset": str(tmp_path / "chats.jsonl")}
-    config = grid(pair, pairs=pairs, prompts=(), data=data, strategies={"lookup": ["prompt-lookup"]}, axes={})
+    config = grid(pair, pairs=pairs, prompts=None, data=data, strategies={"lookup": ["prompt-lookup"]}, axes={})
     run_ablation(config, tmp_path / "out")
     found = {(r["pair"], r["prompt"]): r for r in build_table(tmp_path / "out")[0] if r["drafts"]}
     through, refused = found["chatty", "chats/0"], found["chatty", "chats/1"]
@@ -121,7 +121,10 @@ def test_rows_say_which_chat_template_they_went_through(pair: dict[str, str], tm
     ids = tokenizer("<user>a = 1<assistant>b<user>x")["input_ids"]
     assert through["prompt_hash"] == hash_ids(ids)
     assert refused["error"] == "chats/1: the chat template refuses the chat: no"
-    only = grid(pair, pairs={"bare": {"target": pair["target"]}}, prompts=(), data={**data, "chat": True}, axes={})
+    only = grid(
+        pair, pairs={"bare": {"target": pair["target"]}}, prompts=None, data={**data, "chat": True}, axes={},
+        strategies={"lookup": ["prompt-lookup"]},
+    )  # fmt: skip
     nothing = run_ablation(only, tmp_path / "nothing")
     assert (nothing.errors, nothing.overhead) == (nothing.rows, None)
     bare = found["bare", "chats/0"]
@@ -243,9 +246,9 @@ def test_each_model_is_loaded_once(pair: dict[str, str], tmp_path: Path, monkeyp
     monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", counted)
     other = save_model(tmp_path / "other", seed=3, num_hidden_layers=1)
     pairs = {"a": pair, "b": {"target": pair["target"], "draft": other}, "alone": {"target": pair["target"]}}
-    run_ablation(
-        grid(pair, pairs=pairs, axes={"dtype": ["float32", "bfloat16"]}, prompts=PROMPTS[:1]), tmp_path / "out"
-    )
+    alone = [{"pair": "alone", "strategies": "lookup", "dtype": dtype} for dtype in ("float32", "bfloat16")]
+    axes = {"pair": ["a", "b"], "dtype": ["float32", "bfloat16"]}
+    run_ablation(grid(pair, pairs=pairs, axes=axes, cells=alone, prompts=PROMPTS[:1]), tmp_path / "out")
     assert sorted(loaded) == sorted(
         ["target torch.float32", "target torch.bfloat16", "draft torch.float32", "other torch.float32"]
     )
@@ -317,24 +320,27 @@ def test_a_rank_outside_the_world_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_failing_cell_is_recorded_and_the_rest_runs(pair: dict[str, str], tmp_path: Path) -> None:
-    """A strategy that refuses its value, a prompt longer than the context, a pair that is not there."""
+    """An id that the target does not have, a prompt longer than the context, a folder without a model."""
     short = save_model(tmp_path / "short", max_position_embeddings=16)
+    (tmp_path / "empty").mkdir()
     config = grid(
-        pair, pairs={"short": {"target": short, "draft": pair["draft"]}, "none": {"target": str(tmp_path / "none")}},
-        strategies={"draft": ["draft-model:n_min=2"]}, axes={"k": [1, 3]}, prompts=("a = 1", "x = 2\n" * 20),
+        pair, pairs={"short": {"target": short, "draft": pair["draft"]}, "empty": {"target": str(tmp_path / "empty")}},
+        strategies={"lookup": ["prompt-lookup"]}, axes={"suppress_tokens": [[1], [9999]]},
+        prompts=("a = 1", "x = 2\n" * 20),
     )  # fmt: skip
     session = run_ablation(config, tmp_path / "out")
     rows, missing = build_table(tmp_path / "out")
     assert missing == 0
     found = {(r["setting"], r["prompt"]): (r["status"], r["error"] or "") for r in rows}
-    assert found["short draft k=3", "prompt/0"] == ("ok", "")
-    assert "n_min <= n_max" in found["short draft k=1", "prompt/0"][1]
-    assert "prompt/1 has" in found["short plain", "prompt/1"][1]
-    assert "model folder not found" in found["none plain", "prompt/0"][1]
+    fine, wrong = (f"suppress_tokens=[{i}]" for i in (1, 9999))
+    assert found[f"short lookup {fine}", "prompt/0"] == ("ok", "")
+    assert "token id 9999 is outside" in found[f"short lookup {wrong}", "prompt/0"][1]
+    assert "prompt/1 has" in found[f"short plain {fine}", "prompt/1"][1]
+    assert "cannot load" in found[f"empty plain {fine}", "prompt/0"][1]
     assert session.errors == sum(status == "error" for status, _ in found.values())
     summary = merge(tmp_path / "out")
     assert summary is not None
-    assert {e["setting"] for e in summary["errors"]} >= {"short draft k=1", "none plain"}
+    assert {e["setting"] for e in summary["errors"]} >= {f"short lookup {wrong}", f"empty plain {fine}"}
     assert run_ablation(config, tmp_path / "out").rows == 0
     assert run_ablation(config, tmp_path / "out", retry_errors=True).rows == session.errors
 
@@ -387,7 +393,7 @@ def test_a_prompt_that_cannot_be_encoded_is_an_error_of_its_rows(pair: dict[str,
     path = tmp_path / "mine.jsonl"
     path.write_text('{"prompt": "fine"}\n{"prompt": "lone \\ud800"}\n', encoding="utf-8")
     data = {"dataset": str(path), "chat": False}
-    session = run_ablation(grid(pair, prompts=(), data=data, axes={}), tmp_path / "out")
+    session = run_ablation(grid(pair, prompts=None, data=data, axes={}), tmp_path / "out")
     rows = row_lines(tmp_path / "out")
     assert (session.rows, session.errors) == (6, 3)
     assert all("no Unicode text" in row["error"] for row in rows if row["status"] == "error")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import html.parser
 import io
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from specdec.cli import app
 from specdec.cli.ablate import print_summary
 from specdec.errors import SpecdecError
 from specdec.research import plots
-from specdec.research.ablation import AblationConfig, as_rows, load_ablation, merge, run_ablation
+from specdec.research.ablation import as_rows, merge, run_ablation
 from specdec.research.ablation.summary import measured_costs, paired, predicted_speedup, summarise, theoretical_speedup
 from specdec.research.ablation.table import first_difference
 from specdec.research.compare import Laws, reasons
@@ -41,63 +40,12 @@ def finished(pair: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> 
     out = tmp_path_factory.mktemp("ablation")
     config = grid(
         pair, prompts=(EVIL, PROMPTS[0], PROMPTS[1]), axes={"k": [1, 3], "seed": [0, 1]},
+        strategies={"draft": ["draft-model"], "lookup": ["prompt-lookup:ngram_min=1"]},
         generation={"max_new_tokens": 8, "acceptance": "match", "temperature": 0.7},
     )  # fmt: skip
     run_ablation(config, out)
     assert merge(out) is not None
     return out
-
-
-# -- configs ----------------------------------------------------------------------------------------------------------
-
-
-def cells(**values: Any) -> list[dict[str, Any]]:
-    base: dict[str, Any] = {"pairs": {"p": {"target": "t", "draft": "d"}}, "strategies": {"draft": ["draft-model"]}}
-    config = AblationConfig(**{**base, **values})
-    return [{"chain": c.chain, **c.settings} for c in config.expand()]
-
-
-def test_the_grid_is_the_product_of_the_axes_and_single_cells() -> None:
-    found = cells(axes={"k": [1, 2], "temperature": [0.0, 0.5]}, cells=[{"strategies": "draft", "k": 9}])
-    drafting = [(c["k"], c["temperature"]) for c in found if c["chain"] == "draft"]
-    assert drafting == [(1, 0.0), (1, 0.5), (2, 0.0), (2, 0.5), (9, None)]
-    assert [c["temperature"] for c in found if c["chain"] == "plain"] == [0.0, 0.5, None]
-
-
-def test_an_axis_that_does_not_concern_a_chain_makes_no_second_cell() -> None:
-    chains = {"draft": ["draft-model"], "lookup": ["prompt-lookup"]}
-    found = cells(strategies=chains, axes={"draft-model.n_max": [1, 2, 3], "acceptance": ["match", "coupled"]})
-    assert [c["chain"] for c in found].count("draft") == 6
-    assert [c["chain"] for c in found].count("lookup") == 2
-    assert [c["chain"] for c in found].count("plain") == 1
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"strategy": {}}, "did you mean 'strategies'"),
-        ({"pairs": {"p": {"target": "t", "drafft": "d"}}}, "drafft"),
-        ({"axes": {"temprature": [1.0]}}, "temprature"),
-        ({"axes": {"draft-model.nmax": [1]}}, "nmax"),
-        ({"axes": {"drft-model.n_max": [1]}}, "drft-model"),
-        ({"axes": {"temperature": 1.0}}, "list of values"),
-        ({"axes": {"temperature": [-1.0]}}, "temperature"),
-        ({"axes": {"strategies": ["dratf"]}}, "dratf"),
-        ({"cells": [{"k": 2}]}, "cells"),
-        ({"strategies": {"plain": ["draft-model"]}}, "plain"),
-        ({"strategies": {"x": ["draft-modle"]}}, "draft-modle"),
-        ({"generation": {"seed": None}}, "seed"),
-        ({"generation": {"keep_state": True}}, "keep_state"),
-        ({"data": {"datset": "gsm8k"}}, "datset"),
-        ({"pairs": {}}, "pairs is empty"),
-        ({"prompts": [""]}, "prompts"),
-    ],
-)
-def test_what_a_config_gets_wrong_is_named(values: dict[str, Any], message: str, tmp_path: Path) -> None:
-    base = {"pairs": {"p": {"target": "t"}}, "strategies": {"x": ["prompt-lookup"]}}
-    (tmp_path / "c.yaml").write_text(json.dumps({**base, **values}))
-    with pytest.raises(SpecdecError, match=re.escape(message)):
-        load_ablation(tmp_path / "c.yaml")
 
 
 # -- summary ----------------------------------------------------------------------------------------------------------
@@ -250,6 +198,29 @@ def test_plots_without_matter_say_so(finished: Path) -> None:
         plots.context_curve(finished / "nothing.parquet")
     with pytest.raises(SpecdecError, match="no drafting setting"):
         plots.strategy_share_over_time(finished, "plain")
+
+
+def test_an_ablation_whose_rows_all_failed_says_so_in_its_report_and_on_the_terminal(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    run_ablation(grid({"target": str(tmp_path / "empty")}, strategies={"x": ["prompt-lookup"]}), tmp_path / "out")
+    done = invoke("ablate", "merge", str(tmp_path / "out"))
+    assert done.exit_code == 1
+    assert "Every row failed" in done.stdout
+    assert "cannot load" in done.stdout
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert "Every row failed" in page
+    for plot in plots.PLOTS.values():
+        assert f"Not drawn: {plot.__name__}: every row of the results table failed" in page
+    with pytest.raises(SpecdecError, match="every row"):
+        plots.acceptance_by_position(tmp_path / "out")
+
+
+def test_a_report_says_why_a_plot_is_not_in_it(pair: dict[str, str], tmp_path: Path) -> None:
+    run_ablation(grid(pair, strategies={}, prompts=PROMPTS[:1]), tmp_path)
+    merge(tmp_path)
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "Not drawn: acceptance_by_position: the results table has no row with a draft." in page
+    assert "Not drawn: speedup_against_k: the results table has no drafting setting with an axis k" in page
 
 
 # -- the command line -------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
 import specdec
@@ -16,9 +15,9 @@ from specdec.research.analysis import (
     by_position,
     context_curve,
     drafted_tokens,
-    ratio_interval,
     token_class,
 )
+from specdec.research.bootstrap import ratio
 from specdec.research.trace import Trace, record
 from tests.helpers.broken import BROKEN_RULES
 from tests.helpers.laws import small_model
@@ -129,19 +128,17 @@ def test_entropy_bins_stand_in_order_of_entropy(traces: dict[str, Trace]) -> Non
     assert len(keys) > 1
 
 
-def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
-    """Rows of different rates: drawing tokens instead of rows would give intervals that are far too narrow."""
-    rng = np.random.default_rng(5)
-    covered = 0
-    for trial in range(150):
-        rates = rng.beta(2, 2, size=40)
-        counts = np.stack([rng.binomial(30, rates), np.full(40, 30)], axis=1).astype(float)
-        low, high = ratio_interval(counts, trial)
-        assert low is not None
-        assert high is not None
-        covered += low <= 0.5 <= high
-    assert 0.88 <= covered / 150 <= 0.99
-    assert ratio_interval(np.ones((1, 2))) == (None, None)
+def test_the_interval_is_the_bootstraps_over_rows(traces: dict[str, Trace]) -> None:
+    """Drawing tokens instead of rows, which resemble each other, would give intervals that are far too narrow."""
+    tokens = [t for t in drafted_tokens(traces["leviathan"]) if t.tested]
+    rows = sorted({t.row for t in tokens})
+    counts = [[sum(t.accepted for t in tokens if t.row == r), sum(t.row == r for t in tokens)] for r in rows]
+    expected = ratio(*zip(*counts, strict=True), seed=3)
+    [group] = analyse(traces["leviathan"], seed=3)
+    assert expected.low is not None
+    assert (group.low, group.conditional, group.high) == (expected.low, expected.value, expected.high)
+    [alone] = analyse(traces["leviathan"], rows=[0])
+    assert (alone.low, alone.high) == (None, None)
 
 
 @pytest.mark.parametrize(

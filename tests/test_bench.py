@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from specdec.errors import SpecdecError
+from specdec.loading import load_tokenizer
+from specdec.provenance import hash_ids
 from specdec.research.bench import smoke as bench
 from specdec.research.speed_report import speed_block
 from tests.helpers.scripts import load_script
@@ -42,6 +44,14 @@ def test_a_quick_run_has_every_figure(quick: dict[str, Any]) -> None:
     assert {"draft", "verify", "other"} == set(total["ms_per_round"]["speculative"])
     assert quick["versions"]["torch"]
     assert quick["machine"]["threads"] >= 1
+
+
+def test_results_say_which_ids_and_which_chat_template_the_prompts_are(quick: dict[str, Any]) -> None:
+    suite = quick["suites"]["embedded-pair"]
+    tokenizer = load_tokenizer("demo")
+    expected = [hash_ids(tokenizer(p.text)["input_ids"]) for p in bench.embedded_suite(quick=True).prompts]
+    assert suite["prompt_hashes"] == expected
+    assert suite["chat_template"] is None
 
 
 def test_results_are_json_without_paths_of_this_machine(quick: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from dataclasses import replace
 from pathlib import Path
@@ -9,10 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
 
+from specdec.cli import app
+from specdec.cli.benchmark import bench_config
 from specdec.config import from_dict, load_yaml
 from specdec.errors import SpecdecError
+from specdec.provenance import hash_ids, hash_template
 from specdec.research import smollm2
 from specdec.research.bench import profile, run, targets
 from specdec.research.bench.config import BenchConfig, DataChoice, ModelChoice, Scenario, Target
@@ -20,6 +26,7 @@ from specdec.research.bench.contenders import make_contender
 from specdec.research.bench.contenders.base import until_end
 from specdec.research.bench.contenders.hf import left_padded
 from specdec.research.bench.pair import Pair, bytes_read, items, long_rows, parameter_bytes
+from specdec.research.bench.scenario import ScenarioRun
 from specdec.research.datasets import load_prompts
 from specdec.research.inflate import coarsen
 
@@ -102,6 +109,43 @@ def test_the_reference_must_be_plain_decoding() -> None:
         run.run_bench(config, "x")
 
 
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        ({"models": {"draft": "demo-draft", "coarsen": 0.5}}, ("models", "coarsen=0.5", "draft='demo-draft'")),
+        ({"contenders": {"plain": {"kind": "specdec", "generate": {"ignore_eos": True}}}}, ("plain", "ignore_eos")),
+        ({"contenders": {"plain": {"kind": "specdec", "generate": {"acceptance": "no"}}}}, ("acceptance", "'no'")),
+        (
+            {"contenders": {**PLAIN["contenders"], "x": {"kind": "transformers", "assistant": True, "lookup": 3}}},
+            ("x", "assistant", "lookup"),
+        ),
+        (
+            {"contenders": {**PLAIN["contenders"], "x": {"kind": "transformers", "assistant_tokens": 3}}},
+            ("x", "assistant_tokens"),
+        ),
+    ],
+)  # fmt: skip
+def test_keys_of_a_benchmark_that_have_no_effect_are_refused_before_models_are_built(
+    change: dict[str, Any], parts: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Pair, "build", lambda choice: pytest.fail("a model was built"))
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({**PLAIN, **change}))
+    done = CliRunner().invoke(app, ["bench", str(tmp_path / "c.yaml")])
+    assert done.exit_code == 2, done.output
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert all(part in done.stderr for part in parts), done.stderr
+
+
+def test_a_draft_on_the_command_line_takes_the_place_of_the_coarsened_target(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({**PLAIN, "models": {"draft": None, "coarsen": 0.5}}))
+    assert bench_config(tmp_path / "c.yaml", {}, [], None).models.coarsen == 0.5
+    models = bench_config(tmp_path / "c.yaml", {"draft": "d"}, [], None).models
+    assert (models.draft, models.coarsen) == ("d", None)
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(PLAIN))
+    models = bench_config(tmp_path / "c.yaml", {"target": "t"}, [], None).models
+    assert (models.draft, models.coarsen) == (None, 0.2)
+
+
 # -- models and prompts ----------------------------------------------------------------------------------------------
 
 
@@ -132,6 +176,24 @@ def test_calls_are_full_and_the_longest_comes_first(pair: Pair) -> None:
     assert [len(call.prompts) for call in calls] == [2, 2, 2]
     assert calls[0].longest == max(len(p) for call in calls for p in call.prompts) <= 44
     assert len({name for call in calls for name in call.ids}) == 6
+
+
+def test_a_scenario_says_which_ids_and_which_chat_template_its_prompts_are(pair: Pair) -> None:
+    """Of what contenders are given, with a template, without one, and where a context is filled up."""
+    chatty = copy.deepcopy(pair.tokenizer)
+    chatty.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    found = {}
+    for name, tokenizer, context in (("bare", pair.tokenizer, None), ("chat", chatty, None), ("long", chatty, 300)):
+        setting = Scenario(batch=2, prompts=2, max_new_tokens=2, repeats=1, context=context)
+        calls = items(replace(pair, tokenizer=tokenizer), DataChoice("humaneval", longest=64), setting)
+        made = ScenarioRun(name, setting, pair, calls, [], None, lambda what: None).run()
+        assert made["prompt_hashes"] == [hash_ids(p) for call in calls for p in call.prompts]
+        assert len(made["prompt_hashes"]) == len(made["prompts"]) == 2
+        found[name] = made
+    assert found["chat"]["chat_template"] == hash_template(chatty)
+    assert found["bare"]["chat_template"] is found["long"]["chat_template"] is None
+    hashes = [h for made in found.values() for h in made["prompt_hashes"]]
+    assert len(set(hashes)) == len(hashes)
 
 
 def test_long_contexts_are_of_the_length_asked_for_and_end_with_the_prompt(pair: Pair) -> None:

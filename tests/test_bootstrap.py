@@ -6,9 +6,10 @@ import itertools
 
 import numpy as np
 import pytest
+from scipy.stats import t as student
 
 from specdec.errors import SpecdecError
-from specdec.research.bootstrap import difference, ratio, ratio_error, ratio_of_ratios, sign_flip_test
+from specdec.research.bootstrap import difference, ratio, ratio_error, ratio_of_ratios, sign_flip_test, t_quantile
 
 RATE = 0.7  # tokens accepted of those tested
 CLUSTERS, PER_CLUSTER, TRIALS = 12, 12, 300
@@ -117,3 +118,9 @@ def test_the_error_of_a_ratio_is_what_drawing_again_gives() -> None:
     assert np.mean(errors) == pytest.approx(np.std(values), rel=0.1)
     assert ratio_error(tokens, rounds, [0] * 80) > 1.5 * np.mean(errors)  # the control: prompts taken for one
     assert ratio_error([1.0, 2.0, 3.0], [1.0, 1.0, 1.0], [0, 0, 1]) is None
+
+
+@pytest.mark.parametrize("degrees", [1, 2, 3, 4, 5, 12, 39, 40, 479, 10_000])
+@pytest.mark.parametrize("probability", [0.6, 0.95, 0.975, 0.9995])
+def test_the_quantiles_are_students(degrees: int, probability: float) -> None:
+    assert t_quantile(probability, degrees) == pytest.approx(student.ppf(probability, degrees), rel=1e-9)

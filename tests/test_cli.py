@@ -329,6 +329,17 @@ def test_chains_as_typed() -> None:
         chain("prompt-lookup", translate=True)
 
 
+def test_translate_keeps_the_chain_of_the_config() -> None:
+    known = ("prompt-lookup", "draft-model:n_max=2")
+    made = chain(None, translate=True, known=known)
+    assert made is not None
+    assert [d.name for d in made] == ["prompt-lookup", "draft-model"]
+    assert (made[1].n_max, made[1].translate) == (2, True)
+    assert chain(None, known=known) == known
+    assert chain("suffix", known=known)[0].name == "suffix"  # type: ignore[index]
+    assert chain(None) is None
+
+
 def test_extra_options_are_read_as_yaml() -> None:
     made = with_extra({"seed": 1}, ["top_k=5", "eos_token_id=[2, 3]", " stop_strings =x=y"])
     assert made == {"seed": 1, "top_k": 5, "eos_token_id": [2, 3], "stop_strings": "x=y"}

@@ -11,8 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
+from specdec.demo_models import target_path
 from specdec.errors import SpecdecError
+from specdec.prompts import encode_prompts
 from specdec.research.datasets import DATASETS, Prompt, as_given, load_prompts
 
 
@@ -104,6 +107,22 @@ def test_any_json_lines_file_with_turns_or_prompt_is_a_set(tmp_path: Path) -> No
         (['{"conversations": [{"from": "gpt", "value": "a"}, 3]}'], "line 1: `conversations` must be text"),
         (['{"prompt": "a", "id": 1}', '{"prompt": "b", "id": 1}'], "line 2: the id 'mine/1' occurs twice"),
         ([""], "mine.jsonl: holds no prompts"),
+        (
+            ['{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}'],
+            "line 1: `messages`, message 0: a part of its content is of the type 'image_url'",
+        ),
+        (
+            ['{"prompt": [{"role": "user", "content": [{"type": "input_audio"}]}]}'],
+            "line 1: `prompt`, message 0: a part of its content is of the type 'input_audio'",
+        ),
+        (
+            ['{"messages": [{"role": "user", "content": ["a"]}]}'],
+            "message 0: a part of its content is of the type 'str'",
+        ),
+        (['{"messages": [{"role": "user", "content": [{"type": "text"}]}]}'], "is of the type 'text': only parts with"),
+        (['{"messages": [{"role": "user", "content": []}]}'], "line 1: `messages`: the chat has no text"),
+        (['{"messages": [{"role": "user", "content": null}]}'], "message 0: expected texts `role` and `content`"),
+        (['{"messages": [{"role": "assistant", "content": null}]}'], "only an assistant's that calls tools"),
     ],
 )
 def test_a_bad_file_is_one_line_with_file_and_line_number(tmp_path: Path, lines: list[str], said: str) -> None:
@@ -144,6 +163,75 @@ def test_a_chat_is_a_prompt_without_the_answer_at_its_end(tmp_path: Path, answer
     assert (chat.id, chat.category) == ("mine/0", "c")
     assert alone.chat() == [{"role": "user", "content": "alone"}]
     assert alone.messages == ()
+
+
+def parts(*texts: str, kind: str = "text") -> list[dict[str, str]]:
+    return [{"type": kind, "text": t} for t in texts]
+
+
+CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+
+
+def test_parts_of_a_message_are_one_text(tmp_path: Path) -> None:
+    talk = [
+        {"role": "system", "content": parts("Be ", "brief.")},
+        {"role": "user", "content": parts("One?", "\nTwo?", kind="input_text")},
+        {"role": "assistant", "content": parts("1", kind="output_text")},
+        {"role": "user", "content": "Three?"},
+    ]
+    [prompt] = load_prompts(write(tmp_path, json.dumps({"messages": talk})), turns="all")
+    assert [m["content"] for m in prompt.chat()] == ["Be brief.", "One?\nTwo?", "1", "Three?"]
+    assert prompt.turns == ("One?\nTwo?", "Three?")
+    assert prompt.text == "Be brief.\n\nOne?\nTwo?\n\n1\n\nThree?"
+
+
+@pytest.mark.parametrize("missing", [{"content": None}, {}])
+def test_a_turn_that_calls_tools_may_have_no_content(tmp_path: Path, missing: dict[str, None]) -> None:
+    talk = [
+        {"role": "user", "content": "1 + 1?"},
+        {"role": "assistant", **missing, "tool_calls": [CALL]},
+        {"role": "tool", "content": "2", "tool_call_id": "c", "name": "add", "weight": 1},
+    ]
+    [prompt] = load_prompts(write(tmp_path, json.dumps({"messages": talk})))
+    called = {**CALL, "function": {"name": "add", "arguments": {"a": 1}}}
+    assert prompt.chat() == [
+        talk[0],
+        {"role": "assistant", "tool_calls": [called]},
+        {"role": "tool", "content": "2", "tool_call_id": "c", "name": "add"},
+    ]
+    assert prompt.text == "1 + 1?\n\n2"
+    assert len({prompt}) == 1, "prompts can be put into sets"
+
+
+def test_a_template_that_copes_reads_tool_calls_and_another_one_refuses_the_chat(tmp_path: Path) -> None:
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
+    [prompt] = load_prompts(write(tmp_path, json.dumps({"messages": [*talk, {"role": "user", "content": "b"}]})))
+    tokenizer = AutoTokenizer.from_pretrained(target_path())
+    each = "{% for m in messages %}<{{ m.role }}>"
+    tokenizer.chat_template = each + "{% if m.content %}{{ m.content }}{% endif %}{% if m.tool_calls %}"
+    tokenizer.chat_template += "{{ m.tool_calls[0].function.arguments.a }}{% endif %}{% endfor %}"
+    [ids] = encode_prompts(as_given(prompt, tokenizer), tokenizer, 1 << 20, 1 << 20)
+    assert ids == tokenizer("<user>a<assistant>1<user>b", add_special_tokens=False)["input_ids"]
+    tokenizer.chat_template = each + "{{ 'x' + m.content }}{% endfor %}"
+    with pytest.raises(SpecdecError, match="chat template refuses the chat"):
+        encode_prompts(as_given(prompt, tokenizer), tokenizer, 1 << 20, 1 << 20)
+
+
+def test_parts_given_to_generate_are_what_a_template_of_lists_makes_of_them() -> None:
+    """A template that prints a content would print the list as Python writes it."""
+    tokenizer = AutoTokenizer.from_pretrained(target_path())
+    chat = [{"role": "user", "content": parts("a = ", "1")}]
+    made = []
+    for template in ("{{ messages[0].content }}", "{% for p in messages[0].content %}{{ p.text }}{% endfor %}"):
+        tokenizer.chat_template = template
+        joined = "content }}" in template
+        made.append(
+            encode_prompts([chat], tokenizer, 1 << 20, 1 << 20)[0] if joined
+            else tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"]
+        )  # fmt: skip
+    assert made[0] == made[1]
+    with pytest.raises(SpecdecError, match=r"prompt 0, message 0: .*'image'"):
+        encode_prompts([[{"role": "user", "content": [{"type": "image"}]}]], tokenizer, 1 << 20, 1 << 20)
 
 
 def test_a_json_array_is_read_record_by_record(tmp_path: Path) -> None:

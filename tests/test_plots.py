@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
 
+from specdec.errors import SpecdecError
 from specdec.research import plots
 from specdec.research.ablation.table import figures
 
@@ -120,3 +123,58 @@ def test_the_strategy_share_follows_the_text() -> None:
         "draft-model": pytest.approx([0.0] * 6 + [0.5] * 6),
         "target": pytest.approx([0.5] * 12),
     }
+
+
+# -- tables that do not have it ---------------------------------------------------------------------------------------
+
+
+def said(plot: Any, table: Any) -> str:
+    """The one line that a plot refuses a table with; it names the plot."""
+    with pytest.raises(SpecdecError) as caught:
+        plot(table)
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith(f"{plot.__name__}: ")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", sorted(plots.PLOTS))
+def test_a_plot_names_each_column_that_its_table_lacks(rows: list[Any], name: str) -> None:
+    """Without any one column a plot draws the same or names that column."""
+    plot, needed, lines = plots.PLOTS[name], [], []
+    for column in sorted(rows[0]):
+        try:
+            plot([{k: v for k, v in r.items() if k != column} for r in rows])
+        except SpecdecError as error:
+            needed.append(column)
+            lines.append(str(error))
+    assert lines == [f"{plot.__name__}: the results table lacks the columns {column}" for column in needed]
+    assert {"setting", "status", "drafts", "prompt"} < set(needed)
+    assert needed == sorted(said(plot, [{"k": 1}]).split("lacks the columns ")[1].split(", "))
+
+
+@pytest.mark.parametrize("name", sorted(plots.PLOTS))
+def test_a_plot_of_an_empty_or_failed_table_says_so(rows: list[Any], name: str, tmp_path: Path) -> None:
+    plot = plots.PLOTS[name]
+    assert "no rows" in said(plot, [])
+    assert "no rows" in said(plot, pyarrow.table({"setting": []}))
+    failed = [{**r, "status": "error", "error": "out of luck"} for r in rows]
+    assert "every row" in said(plot, failed)
+    assert "out of luck" in said(plot, failed)
+    (tmp_path / "x.parquet").write_bytes(b"no table")
+    assert "x.parquet" in said(plot, tmp_path / "x.parquet")
+    assert "int" in said(plot, [1, 2])
+
+
+def test_a_speed_up_needs_plain_rows_beside_it(rows: list[Any]) -> None:
+    drafting = [r for r in rows if r["drafts"]]
+    assert "plain rows" in said(plots.speedup_against_k, drafting)
+    assert "plain rows" in said(plots.cost_acceptance_pareto, drafting)
+
+
+def test_an_absurd_k_costs_no_more_than_another_one(rows: list[Any]) -> None:
+    huge = [{**r, "k": 10**15} if r.get("k") == 2 else r for r in rows]
+    figure = plots.speedup_against_k(huge)
+    [theory] = [line for line in figure.axes[0].lines if line.get_linestyle() == "--" and len(line.get_xdata())]
+    xs = list(theory.get_xdata())
+    assert (len(xs), xs[0], xs[-1]) == (plots.THEORY_POINTS, 1, 10**15)
+    assert "whole number" in said(plots.speedup_against_k, [{**r, "k": "many"} if r.get("k") else r for r in rows])

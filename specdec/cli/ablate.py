@@ -14,8 +14,10 @@ from typer.core import TyperGroup
 from specdec.cli import output
 from specdec.research.ablation.config import load_ablation
 from specdec.research.ablation.merge import REPORT, check_packages, merge
+from specdec.research.ablation.report import EVERY_ROW_FAILED
 from specdec.research.ablation.runner import Share, run_ablation
 from specdec.research.ablation.store import Plan
+from specdec.research.bench.report import interval
 
 FAILED = 1
 SHOWN = 10
@@ -108,6 +110,8 @@ def print_summary(console: Console, summary: Mapping[str, Any]) -> None:
         )  # fmt: skip
     console.print(made)
     print_gate(console, summary["gate"])
+    if sum(entry["rows"] for entry in summary["errors"]) == summary["rows"]:
+        console.print(EVERY_ROW_FAILED, style="bold red")
     for entry in summary["errors"][:SHOWN]:
         line = f"{entry['rows']} rows of {entry['setting']} failed: {entry['error']}"
         console.print(escape(line), style="red", soft_wrap=True)
@@ -129,11 +133,3 @@ def print_gate(console: Console, gate: Mapping[str, Any]) -> None:
         console.print(f"equality gate: all {gate['compared']} comparable rows are plain decoding's", style="green")
     if gate["lossy"]:
         console.print(escape(f"lossy acceptance rule: {', '.join(gate['lossy'])}"), style="bold red", soft_wrap=True)
-
-
-def interval(entry: Mapping[str, Any] | None, digits: int = 2) -> str:
-    """A figure with its interval."""
-    if entry is None or entry["value"] is None:
-        return "-"
-    value = f"{entry['value']:.{digits}f}"
-    return value if entry["low"] is None else f"{value} ({entry['low']:.{digits}f}-{entry['high']:.{digits}f})"

@@ -27,6 +27,8 @@ def bench_config(
     config.check_targets()
     if "target" in options:
         options = {"draft": None, **options}
+    if options.get("draft") is not None:
+        options = {"coarsen": None, **options}
     config = replace(config, models=replace(config.models, **options))
     if minutes is not None:
         config = replace(config, minutes=minutes)
@@ -84,9 +86,9 @@ def _ran(entries: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _speeds(title: str, entries: Mapping[str, Any], reference: str) -> Any:
-    made = _named(
+    made = output.table(
         "contender", "tok/s", f": {reference}", "tok/round", "accept", "same rows", "warm-up s", "GiB",
-        title=f"{title}: whole calls, with 95 % intervals",
+        title=f"{title}: whole calls, with 95 % intervals", whole_names=True,
     )  # fmt: skip
     for name, entry in _ran(entries).items():
         equality, memory = entry.get("equality"), entry.get("memory")
@@ -100,9 +102,9 @@ def _speeds(title: str, entries: Mapping[str, Any], reference: str) -> Any:
 
 
 def _rounds(title: str, entries: Mapping[str, Any]) -> Any:
-    made = _named(
+    made = output.table(
         "contender", "draft", "verify", "other", "all", "draft pass", "verify pass", "plain pass",
-        title=f"{title}: milliseconds of a round by phase, and of its passes alone and in a row",
+        title=f"{title}: milliseconds of a round by phase, and of its passes alone and in a row", whole_names=True,
     )  # fmt: skip
     for name, entry in _ran(entries).items():
         if "theory" in entry:
@@ -113,17 +115,11 @@ def _rounds(title: str, entries: Mapping[str, Any]) -> Any:
     return made
 
 
-def _named(*columns: str, title: str) -> Any:
-    """A table whose first column is never cut."""
-    made = output.table(*columns, title=title)
-    made.columns[0].no_wrap = True
-    return made
-
-
 def _theory(title: str, entries: Mapping[str, Any]) -> Any:
-    made = _named(
+    made = output.table(
         "contender", "c", "v", "k", "predicted", "measured", "measured : predicted", "outside",
         title=f"{title}: speed-up by theory from these passes; outside: of decoding, in neither model's passes",
+        whole_names=True,
     )  # fmt: skip
     for name, entry in _ran(entries).items():
         if "theory" in entry:
@@ -161,7 +157,7 @@ def _profile(name: str, profile: Mapping[str, Any]) -> Any:
 
 
 def _targets(targets: Mapping[str, Any]) -> Any:
-    made = _named("target", "wanted", "measured", "at", "met", title="targets")
+    made = output.table("target", "wanted", "measured", "at", "met", title="targets", whole_names=True)
     for name, t in targets.items():
         wanted = f">= {t['at_least']:g}" if t["at_least"] is not None else f"<= {t['at_most']:g}"
         said = interval({"value": t["figure"], "low": t.get("low"), "high": t.get("high")}, 3)

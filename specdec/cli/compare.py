@@ -13,9 +13,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from specdec.cli import output
-from specdec.cli.ablate import interval, print_gate
-from specdec.cli.inputs import SETS, given, read_prompts, with_extra
+from specdec.cli.ablate import print_gate
+from specdec.cli.inputs import SETS, given, read_prompts, refuse_beside, with_extra
 from specdec.research.ablation.merge import check_packages
+from specdec.research.bench.report import interval
 from specdec.research.compare import compare as run_compare
 from specdec.research.compare import compare_config
 
@@ -27,10 +28,10 @@ def compare(
     target: Annotated[str, typer.Option(help="Hub id, folder, GGUF file, or demo-target.")],
     draft: Annotated[list[str] | None, typer.Option(help="A draft model; several times.")] = None,
     strategy: Annotated[list[str] | None, typer.Option(help="A strategy without a draft model; several times.")] = None,
-    k: Annotated[int, typer.Option(min=1, help="Tokens that a draft model drafts.")] = 5,
-    dataset: Annotated[str, typer.Option(help=SETS)] = "spec-bench",
+    k: Annotated[int | None, typer.Option(min=1, help="Tokens that a draft model drafts.", show_default="5")] = None,
+    dataset: Annotated[str | None, typer.Option(help=SETS, show_default="spec-bench")] = None,
     category: Annotated[list[str] | None, typer.Option(help="Only this category; several times.")] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Prompts, spread over the categories.")] = 8,
+    limit: Annotated[int | None, typer.Option(min=1, help="Prompts, spread over categories.", show_default="8")] = None,
     longest: Annotated[int | None, typer.Option(min=1, help="Tokens of a prompt; the rest is cut.")] = None,
     prompt: Annotated[list[str] | None, typer.Option(help="A text in the place of the set; several times.")] = None,
     prompt_file: Annotated[list[Path] | None, typer.Option(help="A text file; several times.")] = None,
@@ -49,10 +50,16 @@ def compare(
     Exit status 1: a text differs from plain decoding's where it must not, or a row failed.
     """
     check_packages()
-    data = {**given(categories=category, longest=longest), "dataset": dataset, "limit": limit}
+    typed = read_prompts(prompt or [], prompt_file or [])
+    of_a_set = given(dataset=dataset, category=category, limit=limit)
+    if typed:
+        refuse_beside("--prompt", of_a_set)
+    if not draft:
+        refuse_beside("strategies alone", given(k=k, draft_dtype=draft_dtype))
+    data = given(dataset=dataset, categories=category, limit=limit, longest=longest)
     own = {"max_new_tokens": max_new_tokens, "temperature": temperature, "acceptance": acceptance}
     config = compare_config(
-        target, draft or [], strategy or [], k, read_prompts(prompt or [], prompt_file or []), data,
+        target, draft or [], strategy or [], 5 if k is None else k, typed, data,
         given(device=device, dtype=dtype, draft_dtype=draft_dtype), **with_extra(own, option or []),
     )  # fmt: skip
     with ExitStack() as stack:

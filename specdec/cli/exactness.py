@@ -21,10 +21,8 @@ def exactness_config(
     """The file's config, or the built-in one, with what was given on the command line; another target without a draft
     of its own is drafted for by its coarsened self."""
     config = ExactnessConfig() if file is None else load_yaml(file, ExactnessConfig)
-    if target is not None:
-        config = replace(config, target=target, draft=draft)
-    elif draft is not None:
-        config = replace(config, draft=draft)
+    if target is not None or draft is not None:
+        config = replace(config, target=target or config.target, draft=draft, coarsen=None if draft else config.coarsen)
     return replace(config, **options)
 
 

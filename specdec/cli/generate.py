@@ -9,10 +9,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from specdec.acceptance import find_rule
+from specdec.checks import check_chain, check_generation, check_loading
 from specdec.cli import output
 from specdec.cli.inputs import chain, given, read_prompts, with_extra
-from specdec.config import GenerationSettings, PairConfig, RunConfig, load_yaml
+from specdec.config import PairConfig, RunConfig, load_yaml
 from specdec.errors import SpecdecError
 from specdec.research.demo import load_decoder
 from specdec.result import Generation
@@ -80,11 +80,13 @@ def make_run(
     else:
         run = load_yaml(config)
         run = replace(run, pair=replace(run.pair, **pair))
-    find_rule(GenerationSettings.parse({**run.generation, **options}).acceptance)
-    chosen = chain(strategies, translate, run.pair.draft is not None)
+    check_loading(run.pair)
+    settings = check_generation({**run.generation, **options})
+    chosen = chain(strategies, translate, run.pair.draft is not None, run.strategies)
+    if chosen is not None:
+        check_chain(chosen, run.pair.draft is not None, settings)
     run = replace(
-        run, generation={**run.generation, **options}, prompts=tuple(prompts) or run.prompts,
-        strategies=run.strategies if chosen is None else chosen,
+        run, generation={**run.generation, **options}, prompts=tuple(prompts) or run.prompts, strategies=chosen
     )  # fmt: skip
     if not run.prompts:
         raise SpecdecError("no prompt: give --prompt or --prompt-file")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,24 @@ def given(**options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def chain(text: str | None, translate: bool = False, has_draft: bool = True) -> tuple[Any, ...] | None:
-    """A chain as typed: None where nothing was, `none` = plain decoding; translate: set it on the draft models.
+def refuse_beside(what: str, options: Mapping[str, Any]) -> None:
+    """Raise SpecdecError for an option that was given and has no effect beside `what`."""
+    for name in options:
+        raise SpecdecError(f"--{name.replace('_', '-')} has no effect beside {what}")
+
+
+def chain(
+    text: str | None, translate: bool = False, has_draft: bool = True, known: Sequence[Any] | None = None
+) -> tuple[Any, ...] | None:  # fmt: skip
+    """A chain as typed, where nothing was, the known one; `none` = plain decoding; translate: set it on the draft
+    models.
 
     Raises SpecdecError for an unknown strategy or option.
     """
     if text is None and not translate:
-        return None
-    drafters = [] if text is not None and text.strip() == "none" else make_drafters(text, has_draft)
+        return None if known is None else tuple(known)
+    given_chain = (None if known is None else list(known)) if text is None else text
+    drafters = [] if text is not None and text.strip() == "none" else make_drafters(given_chain, has_draft)
     if translate:
         models = [d for d in drafters if d.name == "draft-model"]
         if not models:

@@ -17,6 +17,8 @@ from rich.table import Table
 from rich.text import Text
 from transformers.utils import logging as transformers_logging
 
+from specdec.research.bench.report import figure as number
+
 COLOURS = ("green", "cyan", "magenta", "yellow", "blue", "red")
 WIDTH = 120  # of tables where the output is not a terminal
 
@@ -77,11 +79,11 @@ def progress(what: str, steps: int | None = None) -> Iterator[Any]:
         yield advance
 
 
-def table(*columns: str, title: str | None = None) -> Table:
-    """A table whose first column holds names and the others numbers."""
+def table(*columns: str, title: str | None = None, whole_names: bool = False) -> Table:
+    """A table whose first column holds names and the others numbers. whole_names: never cut or wrap the names."""
     made = Table(title=title, title_justify="left", header_style="bold", min_width=len(title or ""))
     for i, column in enumerate(columns):
-        made.add_column(column, justify="left" if i == 0 else "right")
+        made.add_column(column, justify="left" if i == 0 else "right", no_wrap=whole_names and i == 0)
     return made
 
 
@@ -157,11 +159,6 @@ def time_text(time: Mapping[str, float]) -> str:
     """The split of a call's time, in per cent."""
     total = max(time["total"], 1e-9)
     return ", ".join(f"{name} {time[name] / total:.0%}" for name in ("prefill", "draft", "verify", "other"))
-
-
-def number(value: float | None, digits: int = 2) -> str:
-    """A figure that may not exist."""
-    return "-" if value is None else f"{value:.{digits}f}"
 
 
 def warn(message: str) -> None:

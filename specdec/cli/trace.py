@@ -12,7 +12,7 @@ from rich.text import Text
 
 from specdec.cli import output
 from specdec.cli.generate import make_run
-from specdec.cli.inputs import SETS, given, read_prompts, with_extra
+from specdec.cli.inputs import SETS, given, read_prompts, refuse_beside, with_extra
 from specdec.config import RunConfig
 from specdec.prompts import chat_rows
 from specdec.research.analysis import analyse
@@ -58,6 +58,8 @@ def record_run(
     options = given(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, acceptance=acceptance)
     options = with_extra(options, option or [])
     typed = read_prompts(prompt or [], prompt_file or [])
+    if dataset is None:
+        refuse_beside("prompts that are no set: --dataset", given(limit=limit))
     known = [] if dataset is None else load_prompts(dataset, limit=limit)
     run = make_run(config, pair, options, strategies, False, typed + [p.text for p in known])
     names = [f"prompt {i}" for i in range(len(run.prompts) - len(known))]

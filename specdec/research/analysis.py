@@ -22,12 +22,12 @@ from typing import Any
 import numpy as np
 
 from specdec.errors import SpecdecError
+from specdec.research.bootstrap import Interval, ratio
 from specdec.research.trace import Trace, record
 from specdec.result import Round
 
 ENTROPY_EDGES = (0.1, 0.5, 1.0, 2.0, 4.0)  # nats
 SHORTEST = 512  # where the context-length bins, and the curve, begin
-RESAMPLES = 1000
 
 
 @dataclass(frozen=True)
@@ -201,32 +201,24 @@ def _group(key: tuple[Any, ...], tokens: Sequence[DraftedToken], seed: int) -> G
     spread = float(np.sqrt((expected * (1 - expected)).sum()))
     excess = sum(t.accepted for t in known) - float(expected.sum())
     distances = [t.tv for t in tokens if t.tv is not None]
-    low, high = _interval(tested, seed)
+    found = _interval(tested, seed)
     return Group(
         key, len(tokens), len(tested), accepted, accepted / len(tested) if tested else None,
         accepted / len(tokens) if tokens else None, float(expected.mean()) if known else None,
-        float(np.mean(distances)) if distances else None, low, high, excess / spread if spread > 0 else None,
+        float(np.mean(distances)) if distances else None, found.low, found.high,
+        excess / spread if spread > 0 else None,
     )  # fmt: skip
 
 
-def _interval(tested: Sequence[DraftedToken], seed: int) -> tuple[float | None, float | None]:
-    place = {row: i for i, row in enumerate(sorted({t.row for t in tested}))}
-    counts = np.zeros((len(place), 2))
+def _interval(tested: Sequence[DraftedToken], seed: int) -> Interval:
+    """Of the share of these tokens that stood. Tokens of one row depend on each other: whole rows are drawn."""
+    counts: dict[int, list[int]] = {}
     for t in tested:
-        counts[place[t.row]] += (t.accepted, 1)
-    return ratio_interval(counts, seed)
-
-
-def ratio_interval(counts: np.ndarray, seed: int = 0) -> tuple[float | None, float | None]:
-    """95 % bootstrap interval of sum(counts[:, 0]) / sum(counts[:, 1]), float64 [rows, 2]; (None, None) of one row.
-
-    Tokens of one row depend on each other, so whole rows are drawn, with replacement."""
-    if len(counts) < 2:
-        return None, None
-    weights = np.random.default_rng(seed).multinomial(len(counts), np.full(len(counts), 1 / len(counts)), RESAMPLES)
-    drawn = weights @ counts
-    low, high = np.quantile(drawn[:, 0] / drawn[:, 1], [0.025, 0.975])
-    return float(low), float(high)
+        own = counts.setdefault(t.row, [0, 0])
+        own[0] += t.accepted
+        own[1] += 1
+    accepted, of = ([counts[row][i] for row in sorted(counts)] for i in range(2))
+    return ratio(accepted, of, seed=seed) if counts else Interval(None)
 
 
 @dataclass(frozen=True)

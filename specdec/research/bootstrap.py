@@ -12,10 +12,10 @@ differences: exact for up to 13 clusters, from random flips beyond. All draws co
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
@@ -97,21 +97,32 @@ def sign_flip_test(differences: Sequence[float], draws: int = 10_000, seed: int 
     return float((1 + (np.abs(signs @ d) >= observed).sum()) / (draws + 1))
 
 
-def need_scipy() -> Any:
-    """scipy.stats, or a SpecdecError that says how to get it."""
-    try:
-        from scipy import stats
-    except ImportError:
-        raise SpecdecError("intervals need the package scipy: install specdec[research]") from None
-    return stats
+def t_quantile(probability: float, degrees: int) -> float:
+    """The quantile of Student's t law with a whole number of degrees of freedom, for a probability above a half: by
+    halving, from the law's finite sum (Abramowitz & Stegun 1964, 26.7.3 and 26.7.4)."""
+
+    def between(angle: float) -> float:
+        """P(-t < T < t) at t = sqrt(degrees) tan(angle)."""
+        odd = degrees % 2
+        steps = np.arange(2 + odd, degrees, 2)
+        terms = np.cumprod(np.concatenate([[1.0], (steps - 1) / steps * math.cos(angle) ** 2])).sum()
+        if not odd:
+            return float(math.sin(angle) * terms)
+        beside = math.sin(angle) * math.cos(angle) * terms if degrees > 1 else 0.0
+        return float(2 / math.pi * (angle + beside))
+
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if between(middle) < 2 * probability - 1 else (low, middle)
+    return math.sqrt(degrees) * math.tan(low)
 
 
 @lru_cache(maxsize=64)
 def _expanded_tail(level: float, n: int) -> float:
     """The share of the draws beyond each end: that of a normal law beyond the ends that a t law would have, with the
     spread of n clusters corrected for the mean that was estimated from them."""
-    stats = need_scipy()
-    return float(stats.norm.cdf(-np.sqrt(n / (n - 1)) * stats.t.ppf((1 + level) / 2, n - 1)))
+    return math.erfc(math.sqrt(n / (n - 1)) * t_quantile((1 + level) / 2, n - 1) / math.sqrt(2)) / 2
 
 
 @lru_cache(maxsize=8)  # the settings of an ablation have the same prompts

@@ -49,14 +49,14 @@ def compare_config(
     names = _names(drafts)
     pairs = {name: {**shared, "target": target, "draft": draft} for name, draft in zip(names, drafts, strict=True)}
     if strategies:
-        pairs[ALONE] = {**shared, "target": target}
+        pairs[ALONE] = {"target": target, **{k: v for k, v in shared.items() if not k.startswith("draft_")}}
     cells = [{"pair": name, "strategies": "draft-model"} for name in names]
     cells += [{"pair": ALONE, "strategies": text} for text in strategies]
     chains: dict[str, Any] = {text: [text] for text in strategies}
     if drafts:
         chains["draft-model"] = [{"name": "draft-model", "n_max": k}]
     return AblationConfig(
-        pairs=pairs, strategies=chains, prompts=tuple(prompts), data=dict(data or {}), generation=generation,
+        pairs=pairs, strategies=chains, prompts=tuple(prompts) or None, data=dict(data or {}), generation=generation,
         axes={"strategies": [PLAIN]}, cells=tuple(cells),
     )  # fmt: skip
 

@@ -18,6 +18,7 @@ and `revision`: `hf:openai/gsm8k:config=main:split=test:field=question`.
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -45,12 +46,16 @@ class Prompt:
     category: str  # the file's category; without one, the name of the set
     text: str  # the first turn; of a chat, the texts of all its messages, parted by blank lines
     turns: tuple[str, ...]  # the user's turns in order; only the first unless turns="all"
-    messages: Messages = ()  # of a chat: (role, content) in order, without the answer at its end
+    messages: Messages = ()  # of a chat, in order, without the answer at its end: prompt_sources.Message
 
-    def chat(self) -> list[dict[str, str]]:
-        """What a chat template takes: the messages, or the text as one turn of the user's."""
-        messages = self.messages or (("user", self.text),)
-        return [{"role": role, "content": content} for role, content in messages]
+    def chat(self) -> list[dict[str, Any]]:
+        """What a chat template takes: the messages, or the text as one turn of the user's. A message without content
+        has no such key, which a template that copes takes for nothing and any other one refuses."""
+        found: list[dict[str, Any]] = []
+        for role, content, *more in self.messages or (("user", self.text),):
+            own = {} if content is None else {"content": content}
+            found.append({"role": role, **own, **(json.loads(more[0]) if more and more[0] is not None else {})})
+        return found
 
 
 def load_prompts(
@@ -129,7 +134,7 @@ def _prompts(name: str, entries: Iterable[Entry], turns: str) -> Iterator[Prompt
         yield Prompt(
             id=identity,
             category=name if entry.category is None else entry.category,
-            text="\n\n".join(content for _, content in entry.messages) or entry.turns[0],
+            text="\n\n".join(content for _, content, *_ in entry.messages if content) or entry.turns[0],
             turns=entry.turns if turns == "all" else entry.turns[:1],
             messages=entry.messages,
         )

@@ -29,10 +29,11 @@ from specdec.acceptance import RULES
 from specdec.decoder import SpeculativeDecoder
 from specdec.errors import SpecdecError
 from specdec.loading import LoadedPair, pick_device
+from specdec.provenance import hash_ids, hash_template
 from specdec.research.bench import origin
 from specdec.research.datasets import encode_texts, load_prompts
 from specdec.research.equality import PassShape, content_dependence, float32_reference, why_not_equal
-from specdec.research.inflate import Inflation, coarsen, inflate
+from specdec.research.inflate import Inflation, check_coarsening, coarsen, inflate
 from specdec.result import Generation
 
 PARTS = ("batch-1", "batch-8", "contrast", "sampling", "float16")
@@ -47,16 +48,16 @@ class ExactnessConfig:
     """What is compared.
 
     target, draft: as `SpeculativeDecoder.from_pretrained` takes them; draft None = the target, coarsened. inflate: a
-    preset or sizes of `Inflation.parse`, None = the target as it is. coarsen: strength of the draft's rounding. dtype:
-    None = bfloat16 on a GPU, float32 on a CPU. prompts: number of prompts, few: of those that the slow parts take;
-    longest: tokens of a prompt's text, the rest is cut. chains: name -> strategies; the first is the only one where
-    time is short. reports: differing rows of a run that are explained.
+    preset or sizes of `Inflation.parse`, None = the target as it is. coarsen: strength of the draft's rounding, None =
+    0.2. dtype: None = bfloat16 on a GPU, float32 on a CPU. prompts: number of prompts, few: of those that the slow
+    parts take; longest: tokens of a prompt's text, the rest is cut. chains: name -> strategies; the first is the only
+    one where time is short. reports: differing rows of a run that are explained.
     """
 
     target: str = "demo-target"
     draft: str | None = "demo-draft"
     inflate: str | None = None
-    coarsen: float = 0.2
+    coarsen: float | None = None
     device: str | None = None
     dtype: str | None = None
     dataset: str = "spec-bench"
@@ -75,6 +76,9 @@ class ExactnessConfig:
             "chain": ("prompt-lookup:ngram_min=3:ngram_max=4:n_max=12", "draft-model:n_max=3"),
         }
     )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "coarsen", check_coarsening(self.draft, self.coarsen))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data without this machine's paths."""
@@ -144,6 +148,8 @@ def run_exactness(
     }  # fmt: skip
     progress("loading the models")
     models = Models.load(config, device)
+    result["prompt_hashes"] = [hash_ids(ids) for ids in models.prompts]
+    result["chat_template"] = hash_template(models.tokenizer)
     decoder: SpeculativeDecoder | None = None
     for group in groups:
         reason = _reason_to_skip(group, device, deadline)
@@ -213,7 +219,7 @@ class Models:
         # An inflated target is built on the device from a small one in host memory.
         home = torch.device("cpu") if grown is not None else device
         pair = LoadedPair.load(config.target, config.draft, device=home, dtype="float32", draft_dtype="float32")
-        draft = pair.draft if pair.draft is not None else coarsen(pair.target, config.coarsen)
+        draft = pair.draft if config.coarsen is None else coarsen(pair.target, config.coarsen)
         ids = encode_texts(chosen, pair.tokenizer, pair.target, config.longest)
         return Models(config, device, pair.target, draft, pair.tokenizer, ids)
 

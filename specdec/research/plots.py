@@ -1,7 +1,8 @@
 """Plots of a results table: rows, a pyarrow Table, a Parquet file or an ablation's folder -> a matplotlib Figure.
 
 Figures are made without pyplot: nothing is shown, no backend is chosen and no global state is kept. Curves with
-intervals have them over prompts (research/bootstrap.py).
+intervals have them over prompts (research/bootstrap.py). A table without rows, without the columns that a plot needs,
+or whose rows all failed is a SpecdecError that says so.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from specdec.config import check_whole
 from specdec.errors import SpecdecError
 from specdec.research.ablation.summary import (
     by_setting,
@@ -21,8 +23,9 @@ from specdec.research.ablation.summary import (
     setting_figures,
     theoretical_speedup,
 )
-from specdec.research.ablation.table import Row, as_rows
+from specdec.research.ablation.table import Row
 from specdec.research.bootstrap import ratio
+from specdec.research.plot_table import PAIRED, ROUNDS, of_table
 from specdec.stats import RoundRecord
 
 if TYPE_CHECKING:
@@ -31,15 +34,17 @@ if TYPE_CHECKING:
 LEAST_TESTED = 5  # tokens behind a point that is drawn
 TIME_BINS, CONTEXT_BINS = 12, 8
 FEW = 5  # entries of a legend inside the axes
+THEORY_POINTS = 256  # at most, of a theory's line
 
 
-def acceptance_by_position(results: Any) -> Figure:
+@of_table(*ROUNDS, "reached", "tested")
+def acceptance_by_position(rows: list[Row]) -> Figure:
     """Share of the tested drafts that stood, by position in the draft, one line a setting, 95 % intervals."""
     figure, axes = _figure("position in the draft", "acceptance of a tested token")
-    for name, rows in _drafting(results).items():
+    for name, group in _drafting(rows).items():
         points = []
-        for i in range(max(len(r["tested"]) for r in rows)):
-            counts = _by_prompt([(r["prompt"], _at(r["reached"], i), _at(r["tested"], i)) for r in rows])
+        for i in range(max(len(r["tested"]) for r in group)):
+            counts = _by_prompt([(r["prompt"], _at(r["reached"], i), _at(r["tested"], i)) for r in group])
             if sum(counts[1]) >= LEAST_TESTED:
                 points.append((i + 1, ratio(*counts)))
         _line(axes, name, points)
@@ -48,54 +53,53 @@ def acceptance_by_position(results: Any) -> Figure:
     return _finished(figure, axes)
 
 
-def accepted_length_histogram(results: Any) -> Figure:
+@of_table(*ROUNDS, "acceptance_histogram")
+def accepted_length_histogram(rows: list[Row]) -> Figure:
     """Share of the drafted rounds by the number of drafts that stood."""
     figure, axes = _figure("accepted drafts of a round", "share of drafted rounds")
-    groups = _drafting(results)
+    groups = _drafting(rows)
     width = 0.8 / max(1, len(groups))
-    for index, (name, rows) in enumerate(groups.items()):
-        longest = max(len(r["acceptance_histogram"]) for r in rows)
-        counts = np.array([[_at(r["acceptance_histogram"], i) for i in range(longest)] for r in rows]).sum(axis=0)
+    for index, (name, group) in enumerate(groups.items()):
+        longest = max(len(r["acceptance_histogram"]) for r in group)
+        counts = np.array([[_at(r["acceptance_histogram"], i) for i in range(longest)] for r in group]).sum(axis=0)
         places = np.arange(longest) + (index - (len(groups) - 1) / 2) * width
         axes.bar(places, counts / max(1, counts.sum()), width, label=name)
     axes.xaxis.get_major_locator().set_params(integer=True)
     return _finished(figure, axes)
 
 
-def speedup_against_k(results: Any) -> Figure:
+@of_table(*PAIRED)
+def speedup_against_k(rows: list[Row]) -> Figure:
     """Measured speed-up over plain decoding, prefill left out, against the axis `k`, with intervals; beside it, as a
     dashed line, what theory gives for the acceptance, costs and share of drafted rounds measured at the middle k."""
-    rows = as_rows(results)
-    curves: dict[str, list[tuple[int, str]]] = defaultdict(list)
-    for name, group in by_setting(rows).items():
+    groups = by_setting(rows)
+    curves: dict[str, list[tuple[int, Any]]] = defaultdict(list)
+    for setting, group in groups.items():
         if group[0]["drafts"] and group[0].get("k") is not None:
-            curves[" ".join(part for part in name.split() if not part.startswith("k="))].append((group[0]["k"], name))
+            check_whole("the column k", group[0]["k"], 1)
+            found = setting_figures(group, rows)
+            name = " ".join(part for part in setting.split() if not part.startswith("k="))
+            if found.get("decode_speedup") is not None:
+                curves[name].append((group[0]["k"], found))
     if not curves:
-        raise SpecdecError("the results table has no drafting setting with an axis k")
+        raise SpecdecError("the results table has no drafting setting with an axis k and plain rows beside it")
     figure, axes = _figure("draft length k", "speed-up over plain decoding")
     for name, points in curves.items():
-        measured = []
-        for k, setting in sorted(points):
-            group = [r for r in rows if r["setting"] == setting]
-            found = setting_figures(group, rows)
-            if found["decode_speedup"] is not None:
-                measured.append((k, found["decode_speedup"], found["costs"]))
-        if not measured:
-            continue
-        line = _line(axes, name, [(k, interval) for k, interval, _ in measured])
-        costs = measured[len(measured) // 2][2]
-        ks = range(1, max(k for k, _, _ in measured) + 1)
+        points.sort(key=lambda point: point[0])
+        line = _line(axes, name, [(k, found["decode_speedup"]) for k, found in points])
+        costs = points[len(points) // 2][1]["costs"]
         if costs is not None:
+            ks = _lengths(points[-1][0])
             axes.plot(ks, [theoretical_speedup(costs, k) for k in ks], "--", color=line.get_color(), alpha=0.6)
     axes.plot([], [], "--", color="grey", label="theory")
     axes.axhline(1.0, color="grey", linewidth=0.8)
     return _finished(figure, axes)
 
 
-def cost_acceptance_pareto(results: Any) -> Figure:
+@of_table(*ROUNDS, *PAIRED)
+def cost_acceptance_pareto(rows: list[Row]) -> Figure:
     """Tokens a round against the cost of a round in plain passes. A line from the origin is one speed-up; settings that
     no other one beats in both are diamonds."""
-    rows = as_rows(results)
     points = []
     for name, group in _drafting(rows).items():
         mine, plain = paired(group, references(group, rows))
@@ -118,15 +122,16 @@ def cost_acceptance_pareto(results: Any) -> Figure:
     return _finished(figure, axes)
 
 
-def context_curve(results: Any) -> Figure:
+@of_table(*ROUNDS, "prompt_tokens", "records")
+def context_curve(rows: list[Row]) -> Figure:
     """Acceptance of a tested token against the length of the text before its round, in bins of equal counts."""
     figure, axes = _figure("tokens before the round", "acceptance of a tested token")
-    for name, rows in _drafting(results).items():
-        rounds = [entry for row in rows for entry in round_contexts(row)]
+    for name, group in _drafting(rows).items():
+        rounds = [entry for row in group for entry in round_contexts(row)]
         edges = np.unique(np.quantile([at for at, _, _ in rounds], np.linspace(0, 1, CONTEXT_BINS + 1)))
         points = []
         for low, high in zip(edges, [*edges[1:-1], np.inf], strict=False):
-            counts = _by_prompt([(r["prompt"], *_sums(round_contexts(r), low, high)) for r in rows])
+            counts = _by_prompt([(r["prompt"], *_sums(round_contexts(r), low, high)) for r in group])
             if sum(counts[1]) >= LEAST_TESTED:
                 middle = float(np.mean([at for at, _, _ in rounds if low <= at < high]))
                 points.append((middle, ratio(*counts)))
@@ -135,10 +140,11 @@ def context_curve(results: Any) -> Figure:
     return _finished(figure, axes)
 
 
-def strategy_share_over_time(results: Any, setting: str | None = None) -> Figure:
+@of_table(*ROUNDS, "generated_tokens", "records")
+def strategy_share_over_time(rows: list[Row], setting: str | None = None) -> Figure:
     """Where the tokens of a text come from: share of the generated tokens by strategy, along the text. setting: None =
     the first one with more than one strategy, else the first that drafts."""
-    groups = _drafting(results)
+    groups = _drafting(rows)
     if setting is not None and setting not in groups:
         raise SpecdecError(f"no drafting setting {setting!r}; known: {', '.join(groups)}")
     several = (name for name, rows in groups.items() if len({s for r in rows for s, *_ in r["records"] if s}) > 1)
@@ -182,14 +188,21 @@ def round_contexts(row: Mapping[str, Any]) -> list[tuple[int, int, int]]:
     return found
 
 
+def _lengths(longest: int) -> list[int]:
+    """Draft lengths from 1 on, at most `THEORY_POINTS` of them, the longest included."""
+    if longest <= THEORY_POINTS:
+        return list(range(1, longest + 1))
+    return [1 + (longest - 1) * i // (THEORY_POINTS - 1) for i in range(THEORY_POINTS)]
+
+
 def _sums(rounds: Sequence[tuple[int, int, int]], low: float, high: float) -> tuple[int, int]:
     inside = [(accepted, tested) for at, accepted, tested in rounds if low <= at < high]
     return sum(a for a, _ in inside), sum(t for _, t in inside)
 
 
-def _drafting(results: Any) -> dict[str, list[Row]]:
+def _drafting(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """The settings that drafted anything, failed rows left out. Raises SpecdecError where there is none."""
-    sound = [r for r in as_rows(results) if r["status"] == "ok" and r["drafts"]]
+    sound = [r for r in rows if r["status"] == "ok" and r["drafts"]]
     groups = {name: rows for name, rows in by_setting(sound).items() if any(r["drafted_rounds"] for r in rows)}
     if not groups:
         raise SpecdecError("the results table has no row with a draft")

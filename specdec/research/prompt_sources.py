@@ -8,11 +8,13 @@ A record is an object with one of
     conversations               a chat: a list of {from, value}, from = human | gpt | system
 
 and optionally `category` and `id` (or `question_id`). The option `field` names another field for the prompt. Of a chat,
-answers at its end are dropped: the model is to write them.
+answers at its end are dropped: the model is to write them. A message's content is a text, or a list of parts that are
+texts; an assistant's that calls tools may have none.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from typing import Any
 
 from specdec.config import unknown_name
 from specdec.errors import SpecdecError
+from specdec.prompts import join_parts
 from specdec.texts import parse_json
 
 HUB = "hf:"
@@ -28,7 +31,11 @@ LINES, ARRAY = (".jsonl", ".ndjson"), ".json"
 FIELDS = ("turns", "prompt", "messages", "conversations")
 ROLES = {"human": "user", "gpt": "assistant"}  # of `from`; other names stand for themselves
 PARTS = ("file", "paragraph", "line")  # what one prompt of a text file is
-Messages = tuple[tuple[str, str], ...]
+# Of a message: role, content (None: no key), and as JSON, where there are any, the other fields that templates read.
+Message = tuple[str, str | None] | tuple[str, str | None, str]
+Messages = tuple[Message, ...]
+CALLS = ("tool_calls", "function_call")
+KEPT = (*CALLS, "tool_call_id", "name", "reasoning_content")
 
 
 @dataclass(frozen=True)
@@ -56,7 +63,7 @@ class Source:
 @dataclass(frozen=True)
 class Entry:
     """One prompt of a source. where: names it in errors; number: its line, record or part, from 0; turns: the user's;
-    messages: (role, content) of a chat, () of a text."""
+    messages: of a chat, () of a text."""
 
     where: str
     number: int
@@ -163,20 +170,44 @@ def _content(value: Any, where: str) -> tuple[tuple[str, ...], Messages]:
         return tuple(values), ()
     if isinstance(values, list) and values and all(isinstance(v, Mapping) for v in values):
         messages = _chat(values, where)
-        return tuple(content for role, content in messages if role == "user"), messages
+        return tuple(content for role, content, *_ in messages if role == "user" and content is not None), messages
     raise SpecdecError(f"{where} must be text, a list of texts or a chat, and not empty")
 
 
 def _chat(values: list[Mapping[str, Any]], where: str) -> Messages:
     """Messages up to the last one that is no answer."""
-    messages = []
-    for number, message in enumerate(values):
-        role, content = (message.get(a, message.get(b)) for a, b in (("role", "from"), ("content", "value")))
-        if not isinstance(role, str) or not isinstance(content, str):
-            raise SpecdecError(f"{where}, message {number}: expected texts `role` and `content`, or `from` and `value`")
-        messages.append((ROLES.get(role, role), content))
+    messages = [_message(message, f"{where}, message {number}") for number, message in enumerate(values)]
     while messages and messages[-1][0] == "assistant":
         messages.pop()
-    if not any(role == "user" and content.strip() for role, content in messages):
+    if not any(role == "user" and (content or "").strip() for role, content, *_ in messages):
         raise SpecdecError(f"{where}: the chat has no text of the role user")
     return tuple(messages)
+
+
+def _message(message: Mapping[str, Any], where: str) -> Message:
+    role, content = (message.get(a, message.get(b)) for a, b in (("role", "from"), ("content", "value")))
+    if not isinstance(role, str):
+        raise SpecdecError(f"{where}: expected texts `role` and `content`, or `from` and `value`")
+    role, content = ROLES.get(role, role), join_parts(content, where)
+    calls = role == "assistant" and any(message.get(name) for name in CALLS)
+    if not (isinstance(content, str) or (content is None and calls)):
+        raise SpecdecError(
+            f"{where}: expected texts `role` and `content`, or `from` and `value`; "
+            "only an assistant's that calls tools may have no content"
+        )
+    more = {name: _arguments(message[name]) for name in KEPT if message.get(name)}
+    return (role, content, json.dumps(more, sort_keys=True, ensure_ascii=False)) if more else (role, content)
+
+
+def _arguments(value: Any) -> Any:
+    """Calls as templates read them: arguments are an object, and not its JSON as in OpenAI's API."""
+    if isinstance(value, list):
+        return [_arguments(v) for v in value]
+    if not isinstance(value, Mapping):
+        return value
+    made = {k: _arguments(v) if k == "function" else v for k, v in value.items()}
+    try:
+        parsed = json.loads(value["arguments"]) if isinstance(value.get("arguments"), str) else None
+    except ValueError:
+        parsed = None
+    return {**made, "arguments": parsed} if isinstance(parsed, dict) else made

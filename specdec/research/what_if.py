@@ -37,7 +37,7 @@ from specdec.drafters import make_drafters
 from specdec.drafters.base import BaseDrafter, Draft, DraftContext, DraftRequest, Tokens
 from specdec.drafters.chain import build_chain
 from specdec.errors import SpecdecError
-from specdec.research.analysis import ratio_interval
+from specdec.research.bootstrap import ratio
 from specdec.research.forcing import ForcedText, force
 from specdec.research.replay import Text, model_free_chain, replay
 from specdec.runner import Runner, Shapes
@@ -207,9 +207,11 @@ def _plan(chain: str, k: int | None, p_min: float | None, counts: np.ndarray, se
     tokens, rounds, drafted = counts.sum(axis=0).tolist()
     if not rounds:
         return Plan(chain, k, p_min, 0, 0.0, 0.0, None, None, 0.0, None)
-    low, high = ratio_interval(counts[:, :2], seed)
+    found = ratio(counts[:, 0].tolist(), counts[:, 1].tolist(), seed=seed)
     own = tuple(map(tuple, counts.tolist()))
-    return Plan(chain, k, p_min, round(tokens), rounds, tokens / rounds, low, high, drafted / rounds, speedup, own)
+    return Plan(
+        chain, k, p_min, round(tokens), rounds, tokens / rounds, found.low, found.high, drafted / rounds, speedup, own
+    )
 
 
 @dataclass

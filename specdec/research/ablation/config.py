@@ -8,7 +8,8 @@ The grid is the product of named axes; `cells` adds single settings. An axis is 
     dtype, draft_dtype, ...     a loading option of the pair (PairConfig), for every pair
     temperature, seed, ...      a generation option
 
-An axis that does not concern a chain (`k` without any drafter) makes no second cell of it.
+An axis that does not concern a chain (`k` without any drafter) makes no second cell of it. Whatever can be told to be
+wrong without a model is refused when the config is read, also two keys of which one would hide the other.
 """
 
 from __future__ import annotations
@@ -17,29 +18,21 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from specdec.config import (
-    PROCESSOR_FIELDS,
-    UNSET,
-    GenerationSettings,
-    PairConfig,
-    check_whole,
-    from_dict,
-    load_yaml,
-    unknown_name,
-)
+from specdec.checks import check_chain, check_generation, check_loading
+from specdec.config import PairConfig, check_whole, from_dict, load_yaml, unknown_name
 from specdec.drafters import STRATEGIES, make_drafters, parse_strategy
 from specdec.errors import SpecdecError
+from specdec.research.ablation.axes import GENERATION, LOADING, SHORTHANDS, check_shadows, hits, parameters
 from specdec.research.demo import comparable
 
+DATASET = "spec-bench"
 PLAIN = "plain"  # the name of the reference chain, which drafts nothing
-SHORTHANDS = {"k": "n_max", "p_min": "p_min"}
-LOADING = tuple(f.name for f in fields(PairConfig) if f.name not in ("target", "draft"))
-_GENERATION = tuple(f.name for f in fields(GenerationSettings) if f.name != "processors") + PROCESSOR_FIELDS
 # Options that only Python can give, or that would make other things of the rows.
 _UNFIT = (
     "num_return_sequences", "keep_state", "output_logprobs", "logits_processor", "stopping_criteria",
@@ -51,16 +44,36 @@ _UNFIT = (
 class DataConfig:
     """Prompts of a set, as `load_prompts` takes them.
 
-    chat: whether a prompt goes through the target's chat template; "auto" = where there is one. longest: tokens of a
-    prompt's text, or of a chat's last message, the rest is cut; None = whole.
+    dataset: None = spec-bench, or no set where the config has prompts of its own; chat: whether a prompt goes through
+    the target's chat template; "auto" = where there is one. longest: tokens of a prompt's text, or of a chat's last
+    message, the rest is cut; None = whole.
     """
 
-    dataset: str = "spec-bench"
+    dataset: str | None = None
     categories: Any = None
     limit: int | None = 8
     seed: int = 0
     chat: Any = "auto"
     longest: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.dataset is not None and (not isinstance(self.dataset, (str, Path)) or not str(self.dataset)):
+            raise SpecdecError(f"data: dataset must be the name of a set or a file, got {self.dataset!r}")
+        names = self.categories
+        if names is not None and not isinstance(names, str) and not _texts(names):
+            raise SpecdecError(f"data: categories must be a list of names, got {_shown(names)!r}")
+        for name, least in (("limit", 1), ("longest", 1)):
+            if getattr(self, name) is not None:
+                check_whole(f"data: {name}", getattr(self, name), least)
+        check_whole("data: seed", self.seed, 0)
+        if self.chat not in ("auto", True, False) or not isinstance(self.chat, (str, bool)):
+            raise SpecdecError(f"data: chat must be true, false or auto, got {self.chat!r}")
+
+    @property
+    def chosen(self) -> list[str]:
+        """The options of a set that are given, which prompts of one's own leave without effect."""
+        names = ("dataset", "categories", "limit", "seed")
+        return [name for name in names if getattr(self, name) != getattr(DataConfig, name)]
 
 
 @dataclass(frozen=True)
@@ -78,7 +91,7 @@ class Cell:
     def key(self) -> str:
         """A short hash of everything that the cell's rows depend on beside the prompt and the models' weights."""
         parts = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "settings"}
-        return content_hash({**parts, "models": asdict(self.models)})
+        return content_hash({**parts, "models": vars(self.models)})
 
     @property
     def seed(self) -> int:
@@ -89,6 +102,12 @@ class Cell:
     def batch_size(self) -> int:
         """Prompts of a call, all of them in one pass."""
         return int(self.generation.get("batch_size", 1))
+
+    @property
+    def words(self) -> str:
+        """Where the cell stands in the grid, for messages."""
+        own = {k: v for k, v in self.settings.items() if v is not None and k not in ("pair", "strategies")}
+        return f"pairs.{self.pair} with strategies.{self.chain}" + "".join(f", {k}={v!r}" for k, v in own.items())
 
     @property
     def comparable(self) -> bool:
@@ -111,13 +130,14 @@ class Cell:
 class AblationConfig:
     """pairs: name -> PairConfig or its mapping; strategies: name -> list of strategies, names or mappings; generation:
     options of every cell; axes: name -> values; cells: mappings of single values; prompts: own texts in the place of
-    `data`; plain: whether plain decoding runs too, which the equality gate and every speed-up need; warm_up_tokens:
-    of an untimed run a loaded pair. Raises SpecdecError for a name that does not exist."""
+    a set; plain: whether plain decoding runs too, which the equality gate and every speed-up need; warm_up_tokens: of
+    an untimed run a loaded pair. Raises SpecdecError for a name or value that cannot be, and for keys that contradict
+    each other."""
 
     pairs: Mapping[str, Any]
     strategies: Mapping[str, Any] = field(default_factory=dict)
     data: Any = field(default_factory=DataConfig)
-    prompts: tuple[str, ...] = ()
+    prompts: tuple[str, ...] | None = None
     generation: Mapping[str, Any] = field(default_factory=dict)
     axes: Mapping[str, Any] = field(default_factory=dict)
     cells: tuple[Mapping[str, Any], ...] = ()
@@ -132,53 +152,85 @@ class AblationConfig:
         object.__setattr__(self, "pairs", pairs)
         object.__setattr__(self, "data", _nested(DataConfig, self.data, "data"))
         object.__setattr__(self, "strategies", {str(n): _chain(str(n), c) for n, c in self.strategies.items()})
-        object.__setattr__(self, "cells", tuple(self.cells))
-        object.__setattr__(self, "prompts", tuple(self.prompts))
-        self._check()
+        for name in ("cells", "prompts"):
+            value = getattr(self, name)
+            if isinstance(value, (list, tuple)):
+                object.__setattr__(self, name, tuple(value))
+            elif value is not None or name == "cells":
+                raise SpecdecError(f"ablation: {name} must be a list, got {value!r}")
+        self._check_parts()
+        self._check_values()
+        check_shadows(self)
+        self._check_cells()
 
-    def _check(self) -> None:
+    def _check_parts(self) -> None:
         if not self.pairs:
             raise SpecdecError("ablation: pairs is empty: name at least one")
+        if not isinstance(self.plain, bool):
+            raise SpecdecError(f"ablation: plain must be true or false, got {self.plain!r}")
         if not self.strategies and not self.plain:
             raise SpecdecError("ablation: nothing to run: strategies is empty and plain is false")
-        if not all(isinstance(p, str) and p for p in self.prompts):
-            raise SpecdecError("ablation: prompts must be texts and not empty")
-        if self.data.chat not in ("auto", True, False):
-            raise SpecdecError(f"data: chat must be true, false or auto, got {self.data.chat!r}")
-        if self.data.longest is not None:
-            check_whole("data: longest", self.data.longest, 1)
+        if self.prompts is not None and not _texts(self.prompts):
+            raise SpecdecError(
+                f"ablation: prompts must be texts, at least one and none empty, got {_shown(self.prompts)!r}"
+            )
+        if self.prompts is None and self.data.dataset is None:
+            object.__setattr__(self, "data", replace(self.data, dataset=DATASET))
         check_whole("ablation: warm_up_tokens", self.warm_up_tokens, 0)
-        _check_generation(self.generation)
         for name, values in self.axes.items():
             if not isinstance(values, (list, tuple)) or not values:
                 raise SpecdecError(f"axes.{name}: expected a list of values, got {values!r}")
-            for value in values:
-                self._check_axis(str(name), value)
         for cell in self.cells:
             if not isinstance(cell, Mapping) or "strategies" not in cell:
                 raise SpecdecError(f"cells: expected mappings with `strategies`, got {cell!r}")
-            for name, value in cell.items():
+
+    def _check_values(self) -> None:
+        """Each value by itself, wherever it stands."""
+        for name, models in self.pairs.items():
+            with _naming(f"pairs.{name}"):
+                check_loading(models)
+        with _naming("generation"):
+            _check_generation(self.generation)
+        places = [(f"axes.{name}", name, value) for name, values in self.axes.items() for value in values]
+        places += [(f"cells.{i}.{n}", n, value) for i, cell in enumerate(self.cells) for n, value in cell.items()]
+        for where, name, value in places:
+            with _naming(where):
                 self._check_axis(str(name), value)
 
     def _check_axis(self, name: str, value: Any) -> None:
-        """Names must exist; values that a strategy or a model refuses become cells that fail."""
         named = {"pair": self.pairs, "strategies": {PLAIN: (), **self.strategies}}
         if name in named:
-            if value not in named[name]:
+            if not isinstance(value, str) or value not in named[name]:
                 raise unknown_name(name, str(value), named[name])
         elif "." in name:
             strategy, _, parameter = name.partition(".")
             if strategy not in STRATEGIES:
                 raise unknown_name("strategy", strategy, STRATEGIES)
-            if parameter not in _parameters(strategy):
-                raise unknown_name(f"option of strategy {strategy!r}", parameter, _parameters(strategy))
-        elif name in _GENERATION:
+            if parameter not in parameters(strategy):
+                raise unknown_name(f"option of strategy {strategy!r}", parameter, parameters(strategy))
+        elif name in GENERATION:
             _check_generation({name: value})
         elif name not in SHORTHANDS and name not in LOADING:
-            raise unknown_name("axis", name, ("pair", "strategies", *SHORTHANDS, *LOADING, *_GENERATION))
+            raise unknown_name("axis", name, ("pair", "strategies", *SHORTHANDS, *LOADING, *GENERATION))
+
+    def _check_cells(self) -> None:
+        """What only shows where the values of several keys meet: each combination once."""
+        seen: set[str] = set()
+        for cell in self.expand():
+            parts = {"strategies": cell.strategies, "generation": {**cell.generation, "seed": 0}}
+            key = content_hash({**parts, "models": asdict(cell.models)})
+            if key not in seen:
+                seen.add(key)
+                with _naming(cell.words):
+                    check_loading(cell.models)
+                    check_chain(cell.strategies, cell.models.draft is not None, check_generation(cell.generation))
 
     def expand(self) -> list[Cell]:
         """Every cell once, in the order of the axes as they stand, pairs first, references before what they are for."""
+        return list(self._expanded)
+
+    @cached_property
+    def _expanded(self) -> list[Cell]:
         axes = {"pair": tuple(self.pairs), "strategies": tuple(self.strategies) or (PLAIN,), **self.axes}
         points = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
         points += [{"pair": next(iter(self.pairs)), **cell} for cell in self.cells]
@@ -203,11 +255,17 @@ class AblationConfig:
         settings = dict.fromkeys(names)
         for name, value in point.items():
             if name in LOADING:
+                if name.startswith("draft_") and self.pairs[pair].draft is None:
+                    continue
                 loading[name] = value
-            elif name in _GENERATION:
+            elif name in GENERATION:
                 generation[name] = value
-            elif name not in ("pair", "strategies") and not _apply(strategies, name, value):
-                continue
+            elif name not in ("pair", "strategies"):
+                places = hits(strategies, name)
+                if not places:
+                    continue
+                for place, parameter in places:
+                    strategies[place][parameter] = value
             settings[name] = value
         models = replace(self.pairs[pair], **loading)
         made = Cell(pair, chain, models, tuple(strategies), generation, settings)
@@ -239,7 +297,8 @@ def _chain(name: str, entries: Any) -> tuple[dict[str, Any], ...]:
         raise SpecdecError(f"strategies.{name}: expected a list of names or mappings, got {entries!r}")
     if name == PLAIN and entries:
         raise SpecdecError(f"strategies: the name {PLAIN!r} is taken: it drafts nothing")
-    make_drafters(list(entries), has_draft=True)
+    with _naming(f"strategies.{name}"):
+        make_drafters(list(entries), has_draft=True)
     parsed = [parse_strategy(entry) for entry in entries]
     return tuple({"name": strategy, **options} for strategy, options in parsed)
 
@@ -247,27 +306,29 @@ def _chain(name: str, entries: Any) -> tuple[dict[str, Any], ...]:
 def _check_generation(options: Mapping[str, Any]) -> None:
     for name in options:
         if name in _UNFIT:
-            raise SpecdecError(f"ablation: {name} is no option of an ablation")
+            raise SpecdecError(f"{name} is no option of an ablation")
     seed = options.get("seed", 0)
     if isinstance(seed, bool) or not isinstance(seed, int):
-        raise SpecdecError(f"ablation: seed must be a whole number, got {seed!r}; several are an axis")
+        raise SpecdecError(f"seed must be a whole number, got {seed!r}; several are an axis")
     if options.get("batch_size", 1) is None:
-        raise SpecdecError("ablation: batch_size must be a whole number >= 1, got None")
-    values = {k: v for k, v in options.items() if v is not UNSET}
-    GenerationSettings.parse(values)
+        raise SpecdecError("batch_size must be a whole number >= 1, got None")
+    check_generation(options)
 
 
-def _parameters(strategy: str) -> list[str]:
-    return [name for name, f in STRATEGIES[strategy].__dataclass_fields__.items() if f.init]
+@contextmanager
+def _naming(where: str) -> Iterator[None]:
+    """Put the place in the config before what is wrong there."""
+    try:
+        yield
+    except SpecdecError as error:
+        raise SpecdecError(f"{where}: {error}") from error
 
 
-def _apply(strategies: list[dict[str, Any]], axis: str, value: Any) -> bool:
-    """Set a parameter where the chain has it; whether it does."""
-    strategy, _, parameter = axis.rpartition(".")
-    parameter = SHORTHANDS.get(axis, parameter)
-    hit = False
-    for entry in strategies:
-        if strategy in ("", entry["name"]) and parameter in _parameters(entry["name"]):
-            entry[parameter] = value
-            hit = True
-    return hit
+def _texts(values: Any) -> bool:
+    """Whether this is a list of texts, at least one and none empty."""
+    return isinstance(values, (list, tuple)) and bool(values) and all(isinstance(v, str) and v for v in values)
+
+
+def _shown(value: Any) -> Any:
+    """A value as the file has it: lists arrive as tuples."""
+    return list(value) if isinstance(value, tuple) else value

@@ -13,7 +13,6 @@ from specdec.research.ablation.report import need_matplotlib, render
 from specdec.research.ablation.store import read_manifest
 from specdec.research.ablation.summary import summarise
 from specdec.research.ablation.table import TABLE, build_table, need_pyarrow, write_table
-from specdec.research.bootstrap import need_scipy
 from specdec.texts import write_atomically
 
 SUMMARY, REPORT = "summary.json", "report.html"
@@ -23,7 +22,6 @@ def check_packages() -> None:
     """Raise SpecdecError now, and not after hours, where a package for the table or the report is missing."""
     need_pyarrow()
     need_matplotlib()
-    need_scipy()
 
 
 def merge(folder: Path, partial: bool = False) -> dict[str, Any] | None:

@@ -20,6 +20,7 @@ from specdec.research.ablation.table import Row
 
 SHOWN_TEXT = 400  # characters of a prompt's end and of an output
 SHOWN_DIFFERENCES, SHOWN_ROWS, SHOWN_SETTINGS = 20, 8, 12
+EVERY_ROW_FAILED = "Every row failed: there are no figures and no plots"
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2em auto; padding: 0 1em; color: #1b1f24; }
 h1 { font-size: 1.6em; } h2 { font-size: 1.2em; margin-top: 2em; border-bottom: 1px solid #d0d7de; }
@@ -100,8 +101,9 @@ def _banners(summary: Mapping[str, Any]) -> str:
         made.append(("bad", f"LOSSY acceptance rule: {', '.join(gate['lossy'])}"))
     if summary["missing"]:
         made.append(("warn", f"{summary['missing']} rows are missing yet"))
-    if summary["errors"]:
-        made.append(("bad", f"{sum(e['rows'] for e in summary['errors'])} rows failed"))
+    failed = sum(e["rows"] for e in summary["errors"])
+    if failed:
+        made.append(("bad", EVERY_ROW_FAILED if failed == summary["rows"] else f"{failed} rows failed"))
     return "".join(f'<p class="banner {kind}">{text(line)}</p>' for kind, line in made)
 
 
@@ -155,7 +157,7 @@ def _category_table(summary: Mapping[str, Any]) -> str:
 
 
 def _plots(rows: Sequence[Row]) -> list[str]:
-    """Every plot that these rows allow, of the first settings where there are many."""
+    """Every plot that these rows allow, of the first settings where there are many, and why the others are missing."""
     from specdec.research.plots import PLOTS
 
     drafting = list(dict.fromkeys(r["setting"] for r in rows if r["drafts"]))
@@ -167,7 +169,8 @@ def _plots(rows: Sequence[Row]) -> list[str]:
     for title, plot in PLOTS.items():
         try:
             figure = plot(rows)
-        except SpecdecError:  # this table has nothing for it: no axis k, no draft
+        except SpecdecError as error:  # this table has nothing for it: no axis k, no draft
+            made.append(f"<p>Not drawn: {text(error)}.</p>")
             continue
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png", dpi=120)

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from specdec.checks import check_places
 from specdec.config import PairConfig
 from specdec.decoder import SpeculativeDecoder
 from specdec.errors import SpecdecError
@@ -100,8 +101,8 @@ def run_ablation(
     """Run what is missing in the folder `out`. `progress` is told of every call that is about to run; `examine` is
     asked about every pair when its rows are done, and its answers are kept in the journal.
 
-    Raises SpecdecError for bad input and for a folder of another ablation; a cell that fails is recorded and does not
-    stop the others. A KeyboardInterrupt leaves what is done.
+    Raises SpecdecError for bad input, for files and devices that this machine lacks, and for a folder of another
+    ablation; a cell that fails is recorded and does not stop the others. A KeyboardInterrupt leaves what is done.
     """
     started = time.perf_counter()
     share = share or Share()
@@ -134,6 +135,11 @@ class _Run:
         """Every pair that has something missing."""
         groups = [group for group in by_models(self.plan.cells) if self._wanted(group[1])]
         places = [self.share.place(models) for models, _ in groups]
+        for models, (_, cells) in zip(places, groups, strict=True):
+            try:
+                check_places(models)
+            except SpecdecError as error:
+                raise SpecdecError(f"pairs.{cells[0].pair}: {error}") from error
         shelf = Shelf()
         for i, (_, cells) in enumerate(groups):
             shelf.keep(places[i:])

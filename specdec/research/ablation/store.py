@@ -35,8 +35,8 @@ class Plan:
     def make(config: AblationConfig) -> Plan:
         """Raises SpecdecError for prompts that cannot be read."""
         data = config.data
-        prompts = [Prompt(f"prompt/{i}", "prompts", text, (text,)) for i, text in enumerate(config.prompts)]
-        if not prompts:
+        prompts = [Prompt(f"prompt/{i}", "prompts", text, (text,)) for i, text in enumerate(config.prompts or ())]
+        if data.dataset is not None:
             categories = list(data.categories) if isinstance(data.categories, tuple) else data.categories
             prompts = load_prompts(data.dataset, categories, data.limit, data.seed)
         return Plan(config, config.expand(), prompts)

@@ -22,7 +22,7 @@ FIGURES = {
     "tokens_per_second": ("emitted_tokens", "seconds"),
 }
 Clusters = dict[Any, Row]
-_SUMMED = (
+SUMMED = (
     "generated_tokens", "rounds", "accepted_tokens", "tested_tokens", "draft_tokens", "drafted_rounds",
     "emitted_tokens", "seconds", "draft_seconds", "verify_seconds", "prefill_seconds",
 )  # fmt: skip
@@ -105,8 +105,8 @@ def clustered(rows: Sequence[Row], by_call: bool = True) -> Clusters:
     sums: Clusters = {}
     for row in rows:
         key = row["call"] if by_call and row["batch_size"] > 1 else row["prompt"]
-        into = sums.setdefault(key, dict.fromkeys(_SUMMED, 0.0))
-        for name in _SUMMED:
+        into = sums.setdefault(key, dict.fromkeys(SUMMED, 0.0))
+        for name in SUMMED:
             into[name] += row[name] or 0
     return sums
 
@@ -125,7 +125,7 @@ def measured_costs(mine: Sequence[Row], plain: Sequence[Row]) -> dict[str, float
     """What theory asks for, measured. acceptance: of a tested token; length: mean drafted tokens a round;
     drafted_share: of the rounds; draft_cost c: of a drafted token, in plain passes; width_cost v: extra cost of the
     wide pass; None without rounds of both."""
-    total, reference = ({n: sum(c[n] for c in side) for n in _SUMMED} for side in (mine, plain))
+    total, reference = ({n: sum(c[n] for c in side) for n in SUMMED} for side in (mine, plain))
     if not total["rounds"] or not reference["rounds"] or not reference["verify_seconds"]:
         return None
     per_pass = reference["verify_seconds"] / reference["rounds"]

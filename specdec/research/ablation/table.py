@@ -26,7 +26,7 @@ from specdec.research.ablation.config import PLAIN
 from specdec.research.ablation.journal import read_journals
 from specdec.research.ablation.store import read_manifest
 from specdec.stats import RoundRecord, Tally
-from specdec.texts import write_atomically
+from specdec.texts import parse_json, write_atomically
 
 TABLE = "table.parquet"
 SECONDS = ("seconds", "prefill_seconds", "draft_seconds", "verify_seconds", "other_seconds")
@@ -193,14 +193,21 @@ def as_rows(results: Any) -> list[Row]:
         path = path / TABLE if path.is_dir() else path
         if not path.is_file():
             raise SpecdecError(f"no results table at {path}")
-        results = need_pyarrow().parquet.read_table(path)
+        arrow = need_pyarrow()
+        try:
+            results = arrow.parquet.read_table(path)
+        except (OSError, arrow.ArrowException) as error:
+            raise SpecdecError(f"{path} is no results table: {str(error).splitlines()[0]}") from error
     if hasattr(results, "to_pylist"):
         results = results.to_pylist()
-    if not isinstance(results, Iterable):
+    if not isinstance(results, Iterable) or isinstance(results, Mapping):
         raise SpecdecError(f"expected a results table, got {type(results).__name__}")
-    rows = [dict(row) for row in results]
-    for row in rows:
+    rows = []
+    for row in results:
+        if not isinstance(row, Mapping):
+            raise SpecdecError(f"expected rows of a results table, got {type(row).__name__}")
+        rows.append(dict(row))
         for name in ("records", "strategy_seconds"):
             if isinstance(row.get(name), str):
-                row[name] = json.loads(row[name])
+                rows[-1][name] = parse_json(row[name], f"results table, column {name}")
     return rows

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 
 from specdec.config import as_list, check_number, check_whole, from_dict
 from specdec.errors import SpecdecError
+from specdec.research.inflate import check_coarsening
 
 T = TypeVar("T")
 SEPARATOR = "/"  # of the paths by which targets name figures
@@ -23,18 +24,18 @@ _DTYPES = ("float32", "bfloat16", "float16")
 class ModelChoice:
     """The pair. target, draft: a hub id, a folder, a GGUF file, `demo-target` / `demo-draft`, or `smollm2-135m`
     (fetched, or from what the variable SPECDEC_SMOLLM2 names: `smollm2.folder_of`); draft None = the target as loaded,
-    coarsened by `coarsen`; inflate: sizes to grow the target to, as `Inflation.parse` takes them; dtype None = bfloat16
-    on a GPU, float32 on a CPU."""
+    coarsened by `coarsen` (None = 0.2); inflate: sizes to grow the target to, as `Inflation.parse` takes them; dtype
+    None = bfloat16 on a GPU, float32 on a CPU."""
 
     target: str = "demo-target"
     draft: str | None = "demo-draft"
     inflate: str | None = None
-    coarsen: float = 0.2
+    coarsen: float | None = None
     device: str | None = None
     dtype: str | None = None
 
     def __post_init__(self) -> None:
-        check_number("models: coarsen", self.coarsen, 0.0, 1.0)
+        object.__setattr__(self, "coarsen", check_coarsening(self.draft, self.coarsen, "models: "))
         if self.dtype is not None and self.dtype not in _DTYPES:
             raise SpecdecError(f"models: dtype must be one of {', '.join(_DTYPES)}, got {self.dtype!r}")
 

@@ -15,6 +15,7 @@ from specdec.config import as_list
 from specdec.decoder import SpeculativeDecoder
 from specdec.errors import SpecdecError
 from specdec.loading import LoadedPair, pick_device
+from specdec.provenance import hash_template
 from specdec.research.bench.config import DataChoice, ModelChoice, Scenario
 from specdec.research.datasets import Prompt, encode_texts, load_prompts
 from specdec.research.inflate import Inflation, coarsen, inflate
@@ -52,7 +53,7 @@ class Pair:
         loaded = LoadedPair.load(
             locate(choice.target), draft_name, device=home, dtype="float32", draft_dtype="float32"
         )  # fmt: skip
-        draft = loaded.draft if loaded.draft is not None else coarsen(loaded.target, choice.coarsen)
+        draft = loaded.draft if choice.coarsen is None else coarsen(loaded.target, choice.coarsen)
         if sizes is None:
             target = loaded.target.to(device, dtype)
         else:
@@ -137,10 +138,11 @@ def locate(name: str) -> str:
 
 @dataclass(frozen=True)
 class Item:
-    """One call's prompts."""
+    """One call's prompts. template: a hash of the chat template that they went through, None = through none."""
 
     ids: tuple[str, ...]
     prompts: tuple[tuple[int, ...], ...]
+    template: str | None = None
 
     @property
     def longest(self) -> int:
@@ -153,6 +155,7 @@ def items(pair: Pair, data: DataChoice, scenario: Scenario) -> list[Item]:
     chosen = load_prompts(data.dataset, data.categories, scenario.prompts, data.seed)
     if len(chosen) < scenario.prompts:
         raise SpecdecError(f"data: {data.dataset} has {len(chosen)} of the {scenario.prompts} prompts asked for")
+    template = hash_template(pair.tokenizer) if scenario.context is None else None
     if scenario.context is None:
         rows = encode_texts(chosen, pair.tokenizer, pair.target, data.longest)
     else:
@@ -161,7 +164,7 @@ def items(pair: Pair, data: DataChoice, scenario: Scenario) -> list[Item]:
     named = [(prompt.id, tuple(row)) for prompt, row in zip(chosen, rows, strict=True)]
     named.sort(key=lambda entry: -len(entry[1]))
     groups = [named[i : i + scenario.batch] for i in range(0, len(named), scenario.batch)]
-    return [Item(tuple(n for n, _ in group), tuple(r for _, r in group)) for group in groups]
+    return [Item(tuple(n for n, _ in group), tuple(r for _, r in group), template) for group in groups]
 
 
 def long_rows(chosen: Sequence[Prompt], others: Sequence[Prompt], tokenizer: Any, length: int) -> list[list[int]]:

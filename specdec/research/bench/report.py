@@ -134,7 +134,7 @@ def figure(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def interval(entry: Mapping[str, Any] | None, digits: int) -> str:
+def interval(entry: Mapping[str, Any] | None, digits: int = 2) -> str:
     """A figure and its interval, as far as they are known."""
     if entry is None or entry["value"] is None:
         return "-"

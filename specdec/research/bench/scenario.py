@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from specdec.provenance import hash_ids
 from specdec.research.bench import figures
 from specdec.research.bench.config import Scenario
 from specdec.research.bench.contenders import Contender, Output, Own
@@ -50,6 +51,8 @@ class ScenarioRun:
         return {
             "settings": asdict(self.scenario), "prompts": [name for call in self.calls for name in call.ids],
             "prompt_tokens": [len(p) for call in self.calls for p in call.prompts],
+            "prompt_hashes": [hash_ids(p) for call in self.calls for p in call.prompts],
+            "chat_template": self.calls[0].template,
             "seconds": {"warm_up": warm - started, "runs": time.perf_counter() - warm},
             **{"contenders": self.entries, "runs": self.runs},
         }  # fmt: skip

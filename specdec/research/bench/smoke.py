@@ -24,6 +24,7 @@ from specdec.config import PairConfig, RunConfig
 from specdec.demo_models import target_path
 from specdec.errors import SpecdecError
 from specdec.prompts import encode_prompts
+from specdec.provenance import hash_ids, hash_template
 from specdec.research.bench.origin import origin
 from specdec.research.datasets import Prompt, load_prompts
 from specdec.research.demo import DEMO, load_decoder
@@ -155,7 +156,11 @@ def measure(suite: Suite, progress: Progress = lambda what: None) -> dict[str, A
                 runs.append({**place, "prompt_tokens": len(ids), **figures})
             for run in runs[-len(METHODS) :]:
                 run["equals_plain"] = outputs[run["method"]] == outputs["plain"]
-    return {"settings": suite.settings(), "summary": summarise(runs), "runs": runs}
+    asked = {
+        "prompt_hashes": [hash_ids(ids) for ids in rows],
+        "chat_template": hash_template(decoder.tokenizer) if suite.chat else None,
+    }
+    return {"settings": suite.settings(), **asked, "summary": summarise(runs), "runs": runs}
 
 
 def _timed(decoder: Any, method: str, ids: Sequence[int], n: int) -> tuple[list[int], dict[str, Any]]:

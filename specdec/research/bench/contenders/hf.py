@@ -47,6 +47,11 @@ class Transformers(Contender):
         super().__init__(name, options)
         if self.options.cache not in (None, "static", "kept"):
             raise SpecdecError(f"contender {name}: cache must be static, kept or null, got {self.options.cache!r}")
+        if self.options.assistant and self.options.lookup is not None:
+            raise SpecdecError(f"contender {name}: assistant and lookup: transformers takes one of them")
+        unused = [n for n, value in vars(self.options).items() if n.startswith("assistant_") and value is not None]
+        if unused and not self.options.assistant:
+            raise SpecdecError(f"contender {name}: {unused[0]} has no effect without assistant: true")
 
     def version(self) -> str | None:
         return transformers.__version__

@@ -10,13 +10,17 @@ import torch
 
 import specdec
 from specdec.acceptance import find_rule
-from specdec.config import GenerationSettings, check_exact
+from specdec.checks import check_chain, check_generation
+from specdec.config import check_exact
 from specdec.drafters import make_drafters
 from specdec.engine import Clock
+from specdec.errors import SpecdecError
 from specdec.graphs import check_compile
 from specdec.research.bench.contenders.base import Contender, Output
 from specdec.research.bench.pair import sampled
 from specdec.runner import Runner
+
+SCENARIOS = {"max_new_tokens", "ignore_eos", "batch_size"}  # options that a scenario sets for all contenders
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,10 @@ class Own(Contender):
         for mode in (self.options.compile, self.options.draft_compile or "off"):
             check_compile(mode)
         self.strategies = make_drafters(list(self.options.strategies), True)
-        self.generation = GenerationSettings.parse(self.options.generate)
+        for option in SCENARIOS & set(self.options.generate):
+            raise SpecdecError(f"contender {name}: generate: {option} is the scenario's to say")
+        self.generation = check_generation(self.options.generate)
+        check_chain(self.strategies, True, self.generation)
 
     def version(self) -> str | None:
         return specdec.__version__

@@ -1,0 +1,94 @@
+"""Axes of an ablation: what each sets, and keys of a config of which one would silently hide the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from specdec.config import PROCESSOR_FIELDS, GenerationSettings, PairConfig
+from specdec.drafters import STRATEGIES
+from specdec.errors import SpecdecError
+
+if TYPE_CHECKING:
+    from specdec.research.ablation.config import AblationConfig
+
+SHORTHANDS = {"k": "n_max", "p_min": "p_min"}
+LOADING = tuple(f.name for f in fields(PairConfig) if f.name not in ("target", "draft"))
+GENERATION = tuple(f.name for f in fields(GenerationSettings) if f.name != "processors") + PROCESSOR_FIELDS
+
+
+def parameters(strategy: str) -> list[str]:
+    """The names of a strategy's parameters."""
+    return [name for name, f in STRATEGIES[strategy].__dataclass_fields__.items() if f.init]
+
+
+def hits(strategies: Sequence[Mapping[str, Any]], axis: str) -> list[tuple[int, str]]:
+    """What a parameter's axis sets in a chain: (place in the chain, parameter)."""
+    strategy, _, parameter = axis.rpartition(".")
+    parameter = SHORTHANDS.get(axis, parameter)
+    return [
+        (i, parameter) for i, entry in enumerate(strategies)
+        if strategy in ("", entry["name"]) and parameter in parameters(entry["name"])
+    ]  # fmt: skip
+
+
+def of_strategies(axis: str) -> bool:
+    """Whether an axis sets parameters of strategies."""
+    return axis in SHORTHANDS or "." in axis
+
+
+def check_shadows(config: AblationConfig) -> None:
+    """Raise SpecdecError where one key leaves another without effect."""
+    if config.prompts is not None and config.data.chosen:
+        name = config.data.chosen[0]
+        raise SpecdecError(f"prompts and data.{name}={getattr(config.data, name)!r}: prompts of one's own, or a set's")
+    points = [("axes", config.axes), *((f"cells.{i}", cell) for i, cell in enumerate(config.cells))]
+    for where, point in points:
+        for first, second in _same(config, where, point):
+            raise SpecdecError(f"{where}: {first} and {second} set the same: take one of them away")
+    for axis in config.axes:
+        if any(axis not in cell for cell in config.cells):
+            continue  # there what stands outside of the axes counts
+        hidden = _hidden(config, axis)
+        if hidden is not None:
+            raise SpecdecError(f"axes.{axis} and {hidden} set the same: take one of them away")
+
+
+def _chains(config: AblationConfig, where: str, point: Mapping[str, Any]) -> dict[str, Any]:
+    """The chains that an axis or a single cell is about."""
+    named = point.get("strategies", tuple(config.strategies))
+    names = named if where == "axes" else (named,)
+    return {name: config.strategies.get(name, ()) for name in names}
+
+
+def _same(config: AblationConfig, where: str, point: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Pairs of names beside each other that set one parameter of one strategy. Raises SpecdecError for a name that sets
+    none of any chain."""
+    chains = _chains(config, where, point)
+    mine = [name for name in point if of_strategies(name)]
+    for axis in mine:
+        if not any(hits(chain, axis) for chain in chains.values()):
+            raise SpecdecError(f"{where}.{axis} has no effect: no strategy of {', '.join(chains) or 'none'} has it")
+    for chain in chains.values():
+        setters: dict[tuple[int, str], str] = {}
+        for axis in mine:
+            for place in hits(chain, axis):
+                if setters.setdefault(place, axis) != axis:
+                    yield setters[place], axis
+
+
+def _hidden(config: AblationConfig, axis: str) -> str | None:
+    """The key that no cell would ever use because this axis overrides it."""
+    if axis in config.generation:
+        return f"generation.{axis}={config.generation[axis]!r}"
+    if axis in LOADING:
+        for name, models in config.pairs.items():
+            if getattr(models, axis) != getattr(PairConfig, axis):
+                return f"pairs.{name}.{axis}={getattr(models, axis)!r}"
+    if of_strategies(axis):
+        for name, chain in _chains(config, "axes", config.axes).items():
+            for place, parameter in hits(chain, axis):
+                if parameter in chain[place]:
+                    return f"strategies.{name}: {chain[place]['name']}: {parameter}={chain[place][parameter]!r}"
+    return None

@@ -1,0 +1,211 @@
+"""Configs of ablations: what they expand to, and what is refused when they are read, before any model is loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from typer.testing import CliRunner
+
+from specdec import SpeculativeDecoder
+from specdec.cli import app
+from specdec.config import dump_yaml
+from specdec.errors import SpecdecError
+from specdec.research.ablation import AblationConfig, load_ablation, run_ablation
+
+
+def cells(**values: Any) -> list[dict[str, Any]]:
+    base: dict[str, Any] = {"pairs": {"p": {"target": "t", "draft": "d"}}, "strategies": {"draft": ["draft-model"]}}
+    config = AblationConfig(**{**base, **values})
+    return [{"chain": c.chain, **c.settings} for c in config.expand()]
+
+
+def test_the_grid_is_the_product_of_the_axes_and_single_cells() -> None:
+    found = cells(axes={"k": [1, 2], "temperature": [0.0, 0.5]}, cells=[{"strategies": "draft", "k": 9}])
+    drafting = [(c["k"], c["temperature"]) for c in found if c["chain"] == "draft"]
+    assert drafting == [(1, 0.0), (1, 0.5), (2, 0.0), (2, 0.5), (9, None)]
+    assert [c["temperature"] for c in found if c["chain"] == "plain"] == [0.0, 0.5, None]
+
+
+def test_an_axis_that_does_not_concern_a_chain_makes_no_second_cell() -> None:
+    chains = {"draft": ["draft-model"], "lookup": ["prompt-lookup"]}
+    found = cells(strategies=chains, axes={"draft-model.n_max": [1, 2, 3], "acceptance": ["match", "coupled"]})
+    assert [c["chain"] for c in found].count("draft") == 6
+    assert [c["chain"] for c in found].count("lookup") == 2
+    assert [c["chain"] for c in found].count("plain") == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"strategy": {}}, "did you mean 'strategies'"),
+        ({"pairs": {"p": {"target": "t", "drafft": "d"}}}, "drafft"),
+        ({"axes": {"temprature": [1.0]}}, "temprature"),
+        ({"axes": {"draft-model.nmax": [1]}}, "nmax"),
+        ({"axes": {"drft-model.n_max": [1]}}, "drft-model"),
+        ({"axes": {"temperature": 1.0}}, "list of values"),
+        ({"axes": {"temperature": [-1.0]}}, "temperature"),
+        ({"axes": {"strategies": ["dratf"]}}, "dratf"),
+        ({"cells": [{"k": 2}]}, "cells"),
+        ({"strategies": {"plain": ["draft-model"]}}, "plain"),
+        ({"strategies": {"x": ["draft-modle"]}}, "draft-modle"),
+        ({"generation": {"seed": None}}, "seed"),
+        ({"generation": {"keep_state": True}}, "keep_state"),
+        ({"data": {"datset": "gsm8k"}}, "datset"),
+        ({"pairs": {}}, "pairs is empty"),
+        ({"prompts": [""]}, "prompts"),
+    ],
+)
+def test_what_a_config_gets_wrong_is_named(values: dict[str, Any], message: str, tmp_path: Path) -> None:
+    assert message in refused(values, tmp_path)
+
+
+def refused(values: dict[str, Any], folder: Path) -> str:
+    """The one line that a config file with these keys is refused with, when it is read."""
+    base = {"pairs": {"p": {"target": "t"}}, "strategies": {"x": ["prompt-lookup"]}}
+    (folder / "c.yaml").write_text(json.dumps({**base, **values}))
+    with pytest.raises(SpecdecError) as caught:
+        load_ablation(folder / "c.yaml")
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+TREE = "draft-model:branches=2"
+WITH_DRAFT = {"pairs": {"p": {"target": "t", "draft": "d"}}, "strategies": {"x": ["draft-model"]}}
+
+
+@pytest.mark.parametrize(
+    ("values", "parts"),
+    [
+        ({"axes": {"acceptance": ["match", "unknown"]}}, ("axes.acceptance", "'unknown'", "leviathan")),
+        ({"generation": {"acceptance": 3}}, ("generation", "acceptance", "3")),
+        ({"cells": [{"strategies": "x", "acceptance": "no"}]}, ("cells.0.acceptance", "'no'")),
+        ({"axes": {"dtype": ["float32", "float23"]}}, ("dtype", "'float23'")),
+        ({"axes": {"dtype": ["sum"]}}, ("dtype", "'sum'")),
+        ({"axes": {"dtype": ["int8"]}}, ("dtype", "'int8'")),
+        ({"pairs": {"p": {"target": "t", "draft": "d", "draft_dtype": 16}}}, ("pairs.p", "draft_dtype", "16")),
+        ({"pairs": {"p": {"target": "t", "draft_dtype": "float32"}}}, ("pairs.p", "draft_dtype", "without a draft")),
+        ({"pairs": {"p": {"target": 7}}}, ("pairs.p", "target", "7")),
+        ({"pairs": {"p": {"target": "t", "draft": ""}}}, ("pairs.p", "draft", "''")),
+        ({"pairs": {"p": {"target": "t", "device": "tpu"}}}, ("pairs.p", "device", "'tpu'")),
+        ({"pairs": {"p": {"target": "t", "revision": 1}}}, ("pairs.p", "revision", "1")),
+        ({"pairs": {"p": {"target": "t", "trust_remote_code": "yes"}}}, ("pairs.p", "trust_remote_code", "'yes'")),
+        ({"axes": {"attn_implementation": ["flash_attention_2"]}}, ("attn_implementation", "'flash_attention_2'")),
+        ({"axes": {"k": [2, 0]}}, ("k=0", "prompt-lookup")),
+        ({"axes": {"prompt-lookup.match": ["newest"]}}, ("prompt-lookup.match", "'newest'")),
+        ({**WITH_DRAFT, "strategies": {"x": ["draft-model:n_min=3"]}, "axes": {"k": [3, 2]}}, ("k=2", "n_min=3")),
+        ({**WITH_DRAFT, "axes": {"p_min": [0.5, 2.0]}}, ("p_min", "2.0")),
+        ({"strategies": {"x": ["draft-model"]}}, ("pairs.p", "strategies.x", "needs a draft model")),
+        ({"strategies": {"x": ["prompt-lookup:n_max=0"]}}, ("strategies.x", "n_max", "0")),
+        ({**WITH_DRAFT, "strategies": {"x": [TREE]}, "generation": {"exact": True}}, ("exact", "tree")),
+        ({"axes": {"batch_size": [0]}}, ("axes.batch_size", "0")),
+        ({"axes": {"batch_size": [None]}}, ("axes.batch_size", "None")),
+        ({"axes": {"seed": [0, "a"]}}, ("axes.seed", "'a'")),
+        ({"axes": {"draft_length": ["long"]}}, ("axes.draft_length", "'long'")),
+        ({"axes": {"temperature": [0.5, "hot"]}}, ("axes.temperature", "'hot'")),
+        ({"axes": {"bad_words_ids": [[3]]}}, ("axes.bad_words_ids", "bad_words_ids=[3]")),
+        ({"axes": {"exponential_decay_length_penalty": [[4]]}}, ("exponential_decay_length_penalty=[4]",)),
+        ({"axes": {"typical_p": [0.0]}}, ("axes.typical_p", "typical_p=0.0")),
+        ({"axes": {"suppress_tokens": [[-1]]}}, ("axes.suppress_tokens", "-1")),
+        ({"generation": {"renormalize_logits": "x"}}, ("renormalize_logits", "'x'")),
+        ({"generation": {"costs": "none.json"}}, ("generation", "costs", "none.json")),
+        (
+            {**WITH_DRAFT, "generation": {"costs": {"target": [[[1.0, 2.0]]]}, "draft_length": "auto"}},
+            ("costs", "no draft model"),
+        ),
+        ({"data": {"dataset": 5}}, ("data: dataset", "5")),
+        ({"data": {"limit": 0}}, ("data: limit", "0")),
+        ({"data": {"seed": "x"}}, ("data: seed", "'x'")),
+        ({"data": {"categories": []}}, ("data: categories", "[]")),
+        ({"data": {"chat": "maybe"}}, ("data: chat", "'maybe'")),
+        ({"plain": "no"}, ("plain", "'no'")),
+        ({"cells": 5}, ("cells", "5")),
+        ({"prompts": "a text"}, ("prompts", "'a text'")),
+    ],
+)  # fmt: skip
+def test_what_needs_no_model_to_be_wrong_is_refused_when_the_config_is_read(
+    values: dict[str, Any], parts: tuple[str, ...], tmp_path: Path
+) -> None:
+    said = refused(values, tmp_path)
+    assert all(part in said for part in parts), said
+
+
+@pytest.mark.parametrize(
+    ("values", "parts"),
+    [
+        ({"prompts": ["a"], "data": {"dataset": "gsm8k"}}, ("prompts", "data.dataset='gsm8k'")),
+        ({"prompts": ["a"], "data": {"dataset": "spec-bench"}}, ("prompts", "data.dataset='spec-bench'")),
+        ({"prompts": ["a"], "data": {"limit": 3}}, ("prompts", "data.limit=3")),
+        ({"prompts": []}, ("prompts", "[]")),
+        ({"generation": {"temperature": 0.5}, "axes": {"temperature": [0.0]}}, ("axes.temperature", "generation")),
+        ({"pairs": {"p": {"target": "t", "dtype": "auto"}}, "axes": {"dtype": ["float16"]}}, ("axes.dtype", "pairs.p")),
+        ({"strategies": {"x": ["prompt-lookup:n_max=7"]}, "axes": {"k": [1]}}, ("axes.k", "strategies.x", "n_max=7")),
+        ({"axes": {"k": [1], "prompt-lookup.n_max": [2]}}, ("axes", "k", "prompt-lookup.n_max")),
+        ({"cells": [{"strategies": "x", "k": 1, "prompt-lookup.n_max": 2}]}, ("cells.0", "k", "prompt-lookup.n_max")),
+        ({"axes": {"suffix.n_max": [1]}}, ("axes.suffix.n_max", "no effect")),
+        ({"cells": [{"strategies": "plain", "k": 1}]}, ("cells.0.k", "no effect")),
+    ],
+)  # fmt: skip
+def test_a_key_that_would_hide_another_one_is_refused(
+    values: dict[str, Any], parts: tuple[str, ...], tmp_path: Path
+) -> None:
+    said = refused(values, tmp_path)
+    assert all(part in said for part in parts), said
+
+
+def test_what_single_cells_still_use_is_no_contradiction() -> None:
+    found = cells(
+        generation={"temperature": 0.5}, axes={"temperature": [0.0]}, cells=[{"strategies": "draft"}],
+        prompts=["a"], data={"chat": False, "longest": 3},
+    )  # fmt: skip
+    assert [c["temperature"] for c in found if c["chain"] == "draft"] == [0.0, None]
+
+
+def test_a_config_is_read_back_from_what_it_is_written_as() -> None:
+    for values in ({"prompts": ["a"]}, {"data": {"dataset": "gsm8k", "limit": 3}}, {}):
+        config = AblationConfig(pairs={"p": {"target": "t"}}, **values)
+        assert AblationConfig(**yaml.safe_load(dump_yaml(config))).expand() == config.expand()
+        assert AblationConfig(**yaml.safe_load(dump_yaml(config))).data == config.data
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (("compare", "--draft", "demo-draft", "--prompt", "a", "--dataset", "gsm8k"), ("--dataset", "--prompt")),
+        (("compare", "--draft", "demo-draft", "--prompt", "a", "--limit", "8"), ("--limit", "--prompt")),
+        (("compare", "--draft", "demo-draft", "--prompt", "a", "--category", "rag"), ("--category", "--prompt")),
+        (("compare", "--strategy", "suffix", "--prompt", "a", "--k", "5"), ("--k", "strategies alone")),
+        (("compare", "--strategy", "suffix", "--prompt", "a", "--draft-dtype", "float32"), ("--draft-dtype",)),
+        (("compare", "--draft", "demo-draft", "--prompt", "a", "--acceptance", "no"), ("acceptance", "'no'")),
+        (("generate", "--prompt", "a", "--draft-dtype", "float32"), ("draft_dtype", "without a draft")),
+        (("generate", "--prompt", "a", "--dtype", "float23"), ("dtype", "'float23'")),
+        (("generate", "--prompt", "a", "--ignore-eos", "--option", "eos_token_id=3"), ("eos_token_id=3", "ignore_eos")),
+        (("generate", "--prompt", "a", "--option", "typical_p=0.0"), ("typical_p=0.0",)),
+        (("trace", "record", "--out", "x", "--prompt", "a", "--limit", "3"), ("--limit", "--dataset")),
+    ],
+)  # fmt: skip
+def test_an_option_without_effect_is_refused_before_any_model_is_loaded(
+    arguments: tuple[str, ...], parts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SpeculativeDecoder, "from_pretrained", lambda *a, **o: pytest.fail("a model was loaded"))
+    done = CliRunner().invoke(app, [*arguments, "--target", "demo-target"])
+    assert done.exit_code == 2, done.output
+    assert done.stderr.count("\n") == 1
+    assert all(part in done.stderr for part in parts), done.stderr
+
+
+@pytest.mark.parametrize("change", [{"target": "/no/such/model"}, {"draft": "/no/such.gguf"}, {"device": "cuda:99"}])
+def test_a_file_or_device_that_is_not_there_is_refused_before_any_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, str]
+) -> None:
+    if "device" in change and torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    monkeypatch.setattr(SpeculativeDecoder, "from_pretrained", lambda *a, **o: pytest.fail("a model was loaded"))
+    right = {"target": "demo-target"}
+    config = AblationConfig(pairs={"right": right, "wrong": {**right, **change}}, prompts=("a",))
+    with pytest.raises(SpecdecError, match=r"pairs\.wrong: .*(no/such|cuda:99)"):
+        run_ablation(config, tmp_path)
