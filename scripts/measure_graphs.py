@@ -1,5 +1,5 @@
-"""Measure passes eager, as graphs (with either attention, with fused projections) and compiled, prefill by chunks, and
-generations eager against graphs, on a GPU.
+"""Measure passes eager, as graphs (with either attention, the one that is chosen, and fused projections) and compiled,
+prefill by chunks, and generations eager against graphs, on a GPU.
 
     python scripts/measure_graphs.py --out results/graphs_h100.json        # stops after --seconds
     python scripts/measure_graphs.py --tiny --out FILE                     # the same steps with toys, also on a CPU
@@ -22,8 +22,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import specdec
-from specdec.attention import MATMUL
-from specdec.fusion import fuse_projections
+from specdec.attention import MATMUL, RAGGED
 from specdec.provenance import device_name
 from specdec.research.bench import origin
 from specdec.research.bench.passes import bandwidth, pass_ms, timed
@@ -38,8 +37,11 @@ VOCAB = {"1B": 128256, "8B": 128256}
 WIDTHS, LENGTHS, BATCHES = (1, 8, 16), (512, 4096), (1, 8)
 CHUNKS = (256, 512, 1024, 2048)
 REPEATS = 3
-# Compiled passes take minutes to make, so only these (width, K/V length, batch) are.
-COMPILED = {"1B": ((1, 512, 1), (8, 512, 1)), "8B": ((8, 512, 1),)}
+# Compiled with fused projections: (mode, width, K/V length, batch), and how often layers are compiled is once a shape.
+COMPILED = {
+    "1B": (("inductor", 1, 512, 1), ("inductor", 8, 512, 1), ("max", 1, 512, 1)),
+    "8B": (("inductor", 8, 512, 1), ("inductor", 8, 4096, 1), ("inductor", 8, 512, 8)),
+}
 PROMPTS = [
     "def read(self, path):\n    with open(path) as f:\n",
     "for i in range(10):\n    print(i)\n" * 12,
@@ -63,7 +65,7 @@ def main() -> None:
     result: dict[str, Any] = {
         **origin(),
         "device": device_name(device),
-        "settings": {"dtype": "bfloat16", "tiny": args.tiny, "repeats": REPEATS, "new_tokens": 4 if args.tiny else 64},
+        "settings": {"dtype": "bfloat16", "tiny": args.tiny, "repeats": REPEATS, "new_tokens": 4 if args.tiny else 32},
         "copy_bandwidth": bandwidth(device, 1 << (20 if args.tiny else 30)),
         "generation": {}, "passes": {},
     }  # fmt: skip
@@ -75,8 +77,6 @@ def main() -> None:
     def save() -> None:
         args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
-    result["generation"] = generations(device, result["settings"]["new_tokens"])
-    save()
     for size, shape in shapes.items():
         model = build(shape, VOCAB[size] if not args.tiny else 256, device)
         size_read = sum(p.nbytes for p in model.parameters()) - model.get_input_embeddings().weight.nbytes
@@ -85,9 +85,10 @@ def main() -> None:
         save()
         print(size, f"{time.perf_counter() - START:.0f} s", flush=True)
         if not args.no_compiled:
-            result["passes"][size]["inductor"] = compiled(model, COMPILED[size], left)
+            result["passes"][size]["compiled"] = compiled(model, COMPILED[size], left)
             save()
         del model
+    result["generation"] = generations(device, result["settings"]["new_tokens"])
     result["seconds"] = time.perf_counter() - START
     save()
     summary(result)
@@ -104,19 +105,19 @@ def build(shape: dict[str, int], vocab: int, device: torch.device) -> Any:
 
 
 def passes(model: Any, device: torch.device, left: Any) -> dict[str, Any]:
-    """Every width, length and batch: eager, as graphs with either attention, and so with fused projections."""
+    """Every width, length and batch: eager, as graphs with either attention and with that of the rule, and fused."""
     table: dict[str, Any] = {}
     graphs = "graph" if device.type == "cuda" else "off"
-    runners = {"off": Runner(model, None, "off"), "graph": Runner(model, None, graphs),
-               "graph, matmul": Runner(model, MATMUL, graphs)}  # fmt: skip
-    cut = not _fill(table, runners, device, left)
-    made = runners["graph"].recorded
-    fused = fuse_projections(model)
-    runners = {"graph, fused": Runner(model, None, graphs), "graph, fused, matmul": Runner(model, MATMUL, graphs)}
-    cut = cut or not _fill(table, runners, device, left)
+    runners = {
+        "off": Runner(model, None, "off"), "graph": Runner(model, None, graphs),
+        "kernel": Runner(model, RAGGED, graphs), "products": Runner(model, MATMUL, graphs),
+        "fused": Runner(model, None, graphs, fuse=True),
+    }  # fmt: skip
+    whole = _fill(table, runners, device, left)
+    made, fusion = runners["graph"].recorded, runners["fused"].fusion
     return {
-        "table": table, "cut": cut, "capture": {"graphs": made[0], "seconds": made[1]}, "fused": fused,
-        "prefill": prefills(Runner(model, None, "off"), left),
+        "table": table, "cut": not whole, "capture": {"graphs": made[0], "seconds": made[1]},
+        "fused": len(fusion or ()), "prefill": prefills(Runner(model, None, graphs), left),
     }  # fmt: skip
 
 
@@ -150,19 +151,19 @@ def prefills(runner: Runner, left: Any) -> dict[str, Any]:
     return table
 
 
-def compiled(model: Any, wanted: Iterable[tuple[int, int, int]], left: Any) -> dict[str, Any]:
-    """The shapes that time is left for, through torch.compile inside the graph."""
+def compiled(model: Any, wanted: Iterable[tuple[str, int, int, int]], left: Any) -> dict[str, Any]:
+    """The shapes that time is left for, through torch.compile inside the graph, with fused projections."""
     table: dict[str, Any] = {}
-    runner = Runner(model, None, "inductor" if torch.cuda.is_available() else "off")
-    shapes = Shapes.choose(runner.device, False, LENGTHS[-1])
-    for width, length, batch in wanted:
-        if left() < 45:
+    for mode, width, length, batch in wanted:
+        if left() < 20:
             table["cut"] = True
             break
-        before = runner.recorded[1]
+        runner = Runner(model, None, mode if torch.cuda.is_available() else "off", fuse=True)
+        shapes = Shapes.choose(runner.device, False, LENGTHS[-1])
         entry = pass_ms(runner, shapes, batch, width, length, LENGTHS[-1])
-        table[f"width {width}, {length} slots, batch {batch}"] = {**entry, "made_in_s": runner.recorded[1] - before}
-        print("inductor", width, entry, runner.recorded, flush=True)
+        name = f"{mode}, width {width}, {length} slots, batch {batch}"
+        table[name] = {**entry, "made_in_s": runner.recorded[1], "failures": runner.failures}
+        print(name, table[name], flush=True)
     return table
 
 
@@ -213,7 +214,8 @@ def summary(result: dict[str, Any]) -> None:
         for name, row in entry.get("table", {}).items():
             print("  ", name, {m: round(t["median"], 3) for m, t in row.items()})
         print("   prefill", {name: round(t["median"], 1) for name, t in entry.get("prefill", {}).items()})
-        print("   inductor", entry.get("inductor"))
+        for name, row in entry.get("compiled", {}).items():
+            print("  ", name, row)
 
 
 if __name__ == "__main__":

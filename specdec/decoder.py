@@ -29,10 +29,10 @@ class SpeculativeDecoder:
     target_model, draft_model: transformers causal language models, left as they are; tokenizer: for text prompts and
     texts; draft_tokenizer: the draft's, None = the same; strategies: names or configured drafters in priority order,
     None = `draft-model` with a draft and `prompt-lookup` without, [] = plain decoding; attn_implementation: None =
-    specdec's own, or "sdpa" / "eager"; exact: True, False or "auto" (docs/exactness.md); compile: "auto" =
-    "graph" on a GPU and "off" elsewhere, or one of these, "inductor" or "max" (docs/speed.md); fuse: compute projections of one input together,
-    in both models (fusion.py); costs: a `specdec.CostTable` or its file, for automatic draft length, None = nominal
-    (docs/automatic_length.md).
+    specdec's own, or "sdpa" / "eager"; exact: True, False or "auto" (docs/exactness.md); compile: "auto" = "graph" on a
+    GPU and "off" elsewhere, or one of these, "inductor" or "max" (docs/speed.md); fuse: compute projections of one
+    input together, in both models (fusion.py); costs: a `specdec.CostTable` or its file, for automatic draft length,
+    None = nominal (docs/automatic_length.md).
 
     Raises SpecdecError for a pair that cannot work and for a model whose ragged pass is not its plain pass.
     """

@@ -244,8 +244,13 @@ class Runner:
         made: dict[str, Any] = {"mode": self.mode, "graphs": graphs, **captured}
         if self.compiled is not None:
             made["cache"] = compiled_before()
-        failures = list(self.graphs.failures.values()) if self.graphs is not None else []
+        failures = list(self.failures.values())
         return {**made, "failure": failures[0]} if failures else made
+
+    @property
+    def failures(self) -> dict[str, str]:
+        """Kind of program -> why none of its kind is recorded."""
+        return {} if self.graphs is None else dict(self.graphs.failures)
 
     def _choose_graphs(self) -> None:
         self.mode = "graph" if self.recorder is not None else choose_mode(self.compile, self.model, self.device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-GRAPHS = ("graph", "graph, matmul", "graph, fused", "graph, fused, matmul")  # how scripts/measure_graphs.py names them
+GRAPHS = ("kernel", "products", "graph", "fused")  # how scripts/measure_graphs.py names them
 
 
 def speed_block(result: dict[str, Any]) -> str:
@@ -23,7 +23,7 @@ def speed_block(result: dict[str, Any]) -> str:
     compiled = [
         _compiled_row(size, name, row, entry["read_once_ms"])
         for size, entry in result["passes"].items()
-        for name, row in entry.get("inductor", {}).items()
+        for name, row in entry.get("compiled", {}).items()
         if name != "cut"
     ]
     prefill = [

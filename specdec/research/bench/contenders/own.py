@@ -75,7 +75,7 @@ class Own(Contender):
         """Whether the other's ids must be these, token for token: the same passes, and greedy or a rule that emits the
         target's own draws."""
         mine, theirs = self.options, other.options
-        passes = (mine.compile, mine.exact) == (theirs.compile, theirs.exact)
+        passes = (mine.compile, mine.exact, mine.fuse) == (theirs.compile, theirs.exact, theirs.fuse)
         drawn = {k: v for k, v in mine.generate.items() if k not in ("acceptance", "draft_length")}
         same = drawn == {k: v for k, v in theirs.generate.items() if k not in ("acceptance", "draft_length")}
         kept = not sampled(mine.generate) or find_rule(self.generation.acceptance).name in ("match", "coupled")
@@ -121,7 +121,7 @@ class DraftPasses:
     def _counting(self, run: Callable[..., Any]) -> Callable[..., Any]:
         def counted(cache: Any, key: Any, *more: Any) -> Any:
             graphs = self.runner.graphs if self.runner is not None else None
-            if graphs is not None and graphs.busy:
+            if key.rare or (graphs is not None and graphs.busy):  # prefill, or a pass within a program
                 return run(cache, key, *more)
             before = self.count
             result = run(cache, key, *more)
