@@ -185,3 +185,15 @@ def test_draft_lengths_without_a_draft_model_are_refused() -> None:
     found = estimate(decoder, [[1, 2]], chains=["prompt-lookup"], max_new_tokens=6)
     assert isinstance(found, WhatIf)
     assert found.expected_acceptance is None
+
+
+def test_texts_of_one_prompt_are_read_as_each_would_be_alone(decoder: specdec.SpeculativeDecoder) -> None:
+    """The second of them is read over what the first has left in the cache."""
+    prompt = random_ids(20, 1, VOCAB)
+    options: dict[str, Any] = {"temperature": 0.9, "max_new_tokens": 40}
+    long, short = random_ids(40, 2, VOCAB), random_ids(25, 3, VOCAB)
+    both = estimate(decoder, [prompt], (2,), outputs=[long, short], num_return_sequences=2, **options).texts
+    for text, output in zip(both, (long, short), strict=True):
+        [alone] = estimate(decoder, [prompt], (2,), outputs=[output], **options).texts
+        assert text.weight == pytest.approx(alone.weight, abs=1e-4)
+        assert text.confidence == pytest.approx(alone.confidence, abs=1e-4)
