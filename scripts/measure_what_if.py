@@ -240,30 +240,35 @@ class Record:
         }  # fmt: skip
         write_atomically(self.arguments.out, json.dumps(result, indent=1) + "\n")
 
-    def finished(self, case: Case) -> bool:
-        """Whether both errors of a random case are as small as is asked for."""
+    def missing(self, case: Case) -> tuple[bool, bool]:
+        """What a random case needs more of before both its errors are as small as is asked for: runs, plain texts."""
         found = self.found[case.key]
         if not (found.runs and found.plain):
-            return False
+            return not found.runs, not found.plain
         row = found.summary()
-        pairs = ((row, self.arguments.error), (row["from_plain_texts"], self.arguments.plain_error))
-        return all(r["standard_error"] is not None and r["standard_error"] <= most for r, most in pairs)
+        own, plain = row["standard_error"], row["from_plain_texts"]["standard_error"]
+        short = plain is None or plain > self.arguments.plain_error
+        return short or own is None or own > self.arguments.error, short
 
 
 def pieces(record: Record) -> Iterator[tuple[str, list[Case], int]]:
     """What is left to do: kind, cases and level of a piece. Every case's first piece comes before any second."""
     cases = record.part.cases
     for level in itertools.count():
-        going = [c for c in cases if c.part(level) and (c.piece or not record.finished(c))]
-        if not going:
-            return
-        for case in going:
-            if (case.key, "run", level) not in record.done:
-                yield "run", [case], level
-        for draft in {c.draft: None for c in going if not c.piece}:
+        more = False
+        for case in cases:
+            if case.part(level) and (case.piece or record.missing(case)[0]):
+                more = True
+                if (case.key, "run", level) not in record.done:
+                    yield "run", [case], level
+        for draft in {c.draft: None for c in cases if not c.piece}:
             group = [c for c in cases if c.draft == draft and not c.piece]
-            if (group[0].key, "plain", level) not in record.done:
-                yield "plain", group, level
+            if any(record.missing(c)[1] for c in group):
+                more = True
+                if (group[0].key, "plain", level) not in record.done:
+                    yield "plain", group, level
+        if not more:
+            return
 
 
 def work(record: Record, deadline: float) -> None:

@@ -98,15 +98,17 @@ def test_a_result_of_other_settings_is_not_gone_on_with(script: Any, pretended: 
 def test_work_ends_when_both_errors_are_small_enough(script: Any, pretended: Any, tmp_path: Path) -> None:
     """n pieces of two texts of two prompts, rounds 1 beside 5: variances of 2n / (2n - 1), and an error of
     sqrt(8 / (2n - 1)) / 20 of the mean; plain texts, 2 beside 5, have twice that."""
-    script.work(script.Record(pretended, arguments(tmp_path / "r.json", 0.05, 1.0)), 1e9)
-    assert sum(a[0] == "plain" for a in pretended.asked) == 5
+    script.work(script.Record(pretended, arguments(tmp_path / "r.json", 0.05, 0.25)), 1e9)
+    kinds = [a[:2] for a in pretended.asked]
+    assert (kinds.count(("leviathan", 2)), kinds.count(("leviathan", 4)), kinds.count(("plain", 0))) == (5, 5, 2)
     rows = json.loads((tmp_path / "r.json").read_text())["rows"]
     assert rows[0]["same_texts"] is True
     assert rows[0]["standard_error"] == rows[0]["difference"] == 0.0
+    own, plain = (8 / 9) ** 0.5 / 20, 2 * (8 / 3) ** 0.5 / 20
     for row in rows[1:]:
-        assert row["standard_error"] == pytest.approx((8 / 9) ** 0.5 / 20)
-        assert row["high"] - row["low"] == pytest.approx(2 * 1.96 * row["standard_error"], rel=1e-3)
-        assert row["from_plain_texts"]["standard_error"] == pytest.approx((8 / 9 * 5) ** 0.5 / 20)
+        assert row["standard_error"] == pytest.approx(own)
+        assert row["high"] - row["low"] == pytest.approx(2 * 1.96 * own, rel=1e-3)
+        assert row["from_plain_texts"]["standard_error"] == pytest.approx((own**2 + plain**2) ** 0.5)
 
 
 def test_runs_of_a_real_pair_are_compared_on_the_texts_that_they_wrote(script: Any, tmp_path: Path) -> None:
