@@ -128,3 +128,27 @@ def test_runs_of_a_real_pair_are_compared_on_the_texts_that_they_wrote(script: A
         assert row["difference"] == 0.0
     assert not rows[-1]["same_texts"]
     assert abs(rows[-1]["difference"]) < 4 * rows[-1]["standard_error"]
+
+
+def test_the_document_says_what_the_result_says() -> None:
+    sure = {
+        "rule": "greedy", "draft": None, "strategies": "suffix", "same_texts": True, "texts": 3, "tokens": 1234,
+        "measured": 2.0, "estimate": 2.0, "difference": 0.0, "standard_error": 0.0, "low": 0.0, "high": 0.0,
+    }  # fmt: skip
+    plain = {"difference": -0.03, "standard_error": 0.02, "low": -0.07, "high": 0.01, "estimate": 2.0, "texts": 9}
+    chance = {
+        **sure, "rule": "leviathan", "draft": "x", "same_texts": False, "difference": 0.01, "standard_error": 0.005,
+        "low": -0.002, "high": 0.022, "from_plain_texts": plain,
+    }  # fmt: skip
+    off = {**sure, "same_texts": False, "difference": 0.01, "standard_error": None, "low": None, "high": None}
+    result = {
+        "made_by": "m", "versions": {"specdec": "s", "torch": "t"}, "device": "d", "new_tokens": 8,
+        "rows": [sure, off, chance],
+    }  # fmt: skip
+    made = load_script("write_results").what_if_block([result])
+    assert "Of 2 greedy, `match` and `coupled` plans 1 wrote plain decoding's texts, and 1 took" in made
+    assert "The 95 % intervals of the 1 `leviathan` plans lie within 2.2% of no difference." in made
+    assert "4.0 to 4.0 times as large" in made
+    assert "| greedy | - | `suffix` | 3 | 1,234 | 2.000 | 2.000 | +0.00% | - |" in made
+    assert "+1.00% (error unknown)" in made
+    assert "| +1.00% (-0.20% to +2.20%) | -3.00% (-7.00% to +1.00%) |" in made
