@@ -11,7 +11,8 @@ import pytest
 import specdec
 from specdec import SpecdecError, theory
 from specdec.demo_models import draft_path, target_path
-from specdec.research import what_if
+from specdec.research import forcing, what_if
+from specdec.research.bootstrap import ratio_error
 from specdec.research.replay import Text
 from specdec.research.what_if import Cost, WhatIf, draft_lengths, estimate, round_starts
 from tests.helpers.laws import small_model
@@ -21,7 +22,7 @@ from tests.helpers.tiny import tiny_model
 VOCAB = 24
 KS, P_MINS = (2, 5), (0.0, 0.3)
 CHAINS = ["prompt-lookup:ngram_min=2:n_max=3,draft-model:n_max=3", "draft-model:n_max=2:p_min=0.5,ngram-map-k4v"]
-SAMPLED = {"temperature": 0.9, "max_new_tokens": 90, "num_return_sequences": 16, "batch_size": 64}
+SAMPLED: dict[str, Any] = {"temperature": 0.9, "max_new_tokens": 90, "num_return_sequences": 16, "batch_size": 64}
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +84,31 @@ def test_the_product_of_one_minus_tv_is_biased_where_the_weights_are_not() -> No
         real += min(p[x], q_first[x]) * min(p[y], q_after[x][y])
     assert weighted == pytest.approx(real)
     assert abs(tempting - real) / real > 0.1
+
+
+def _own_texts(decoder: Any, out: Any, prompts: Any) -> tuple[float, float]:
+    """Rounds of a `leviathan` run over those estimated for the texts that it wrote, less 1, and its standard error."""
+    plan = estimate(decoder, prompts, (4,), outputs=out.token_ids, acceptance="leviathan", **SAMPLED).plans[0]
+    rounds, expected = [len(r) for r in out.stats.rows], [c[1] for c in plan.counts]
+    error = ratio_error(rounds, expected, [i // SAMPLED["num_return_sequences"] for i in range(len(rounds))])
+    assert error is not None
+    return sum(rounds) / sum(expected) - 1, error
+
+
+def test_given_its_text_a_leviathan_run_takes_the_estimated_rounds(
+    decoder: specdec.SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the run's own texts a comparison has little scatter; the ratio the wrong way round, min(1, p(x) / q(x)) in
+    place of min(1, q(x) / p(x)), is far outside it."""
+    prompts = [random_ids(4, i, VOCAB) for i in range(4)]
+    out = decoder.generate(prompts, strategies="draft-model:n_max=4", acceptance="leviathan", seed=3, **SAMPLED)
+    difference, error = _own_texts(decoder, out, prompts)
+    assert abs(difference) < 4 * error
+    assert abs(difference) + 2 * error < 0.03
+    right = forcing._judge
+    monkeypatch.setattr(forcing, "_judge", lambda p, q, *rest: right(q, p, *rest))
+    wrong, error = _own_texts(decoder, out, prompts)
+    assert abs(wrong) > 6 * error
 
 
 def test_round_starts_are_the_theorys_for_drafts_of_one_length() -> None:
@@ -185,3 +211,15 @@ def test_draft_lengths_without_a_draft_model_are_refused() -> None:
     found = estimate(decoder, [[1, 2]], chains=["prompt-lookup"], max_new_tokens=6)
     assert isinstance(found, WhatIf)
     assert found.expected_acceptance is None
+
+
+def test_texts_of_one_prompt_are_read_as_each_would_be_alone(decoder: specdec.SpeculativeDecoder) -> None:
+    """The second of them is read over what the first has left in the cache."""
+    prompt = random_ids(20, 1, VOCAB)
+    options: dict[str, Any] = {"temperature": 0.9, "max_new_tokens": 40}
+    long, short = random_ids(40, 2, VOCAB), random_ids(25, 3, VOCAB)
+    both = estimate(decoder, [prompt], (2,), outputs=[long, short], num_return_sequences=2, **options).texts
+    for text, output in zip(both, (long, short), strict=True):
+        [alone] = estimate(decoder, [prompt], (2,), outputs=[output], **options).texts
+        assert text.weight == pytest.approx(alone.weight, abs=1e-4)
+        assert text.confidence == pytest.approx(alone.confidence, abs=1e-4)

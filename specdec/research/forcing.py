@@ -41,43 +41,64 @@ def force(decoder: Any, call: Any, outputs: Sequence[Sequence[int]], acceptance:
     """Read each text with target and draft; without a draft model all numbers are NaN."""
     if len(outputs) != len(call.rows):
         raise SpecdecError(f"what_if: got {len(outputs)} outputs for {len(call.rows)} rows")
-    texts = []
-    for row, output in zip(call.rows, outputs, strict=True):
-        parts = [np.full((3, len(output)), np.nan)]
-        if decoder.draft is not None and len(output):
-            target = _read(decoder.target, call, row, output, decoder.target.vocab_size)
-            draft = _read(decoder.draft, call, row, output, decoder.target.vocab_size)
-            ids = to_device(list(output), decoder.target.device).split(CHUNK)
-            noise = _streams(row, len(output), decoder.target.device).split(CHUNK)
-            rule = "greedy" if call.sampling.greedy else acceptance
-            parts = [_judge(p, q, x, own, rule) for p, q, x, own in zip(target, draft, ids, noise, strict=True)]
-        weight, confidence, expected = np.concatenate(parts, axis=1)
-        prompt, written = (np.asarray(ids, dtype=np.int64) for ids in (row.prompt, output))
-        texts.append(ForcedText(prompt, written, weight, confidence, expected))
-    return texts
-
-
-def _read(runner: Runner, call: Any, row: Any, output: Sequence[int], vocab: int) -> list[tuple[Tensor, Tensor]]:
-    """Processed scores [c, V] and raw top probabilities [c] of the laws that `output` was written under, by chunks."""
-    ids = [*row.prompt, *output]
-    if len(ids) > runner.context:
-        raise SpecdecError(f"what_if: row {row.index} has {len(ids)} tokens, a model has a context of {runner.context}")
-    cache = runner.pool.lease(1, len(ids))
-    shapes = Shapes.choose(runner.device, False, len(ids))
-    found = []
-    processors = None
-    if call.sampling.row_processors is not None:
-        processors = call.sampling.row_processors(row.index, row.prompt, row.stops.max_new_tokens)
+    rule = "greedy" if call.sampling.greedy else acceptance
+    longest = max((len(row.prompt) + len(output) for row, output in zip(call.rows, outputs, strict=True)), default=1)
+    readers: list[_Reader] = []
     try:
-        start = len(row.prompt) - 1
-        cache.wipe(0, 0)
-        runner.prefill(cache, shapes, 0, ids[:start], 0)
+        if decoder.draft is not None:
+            vocab = decoder.target.vocab_size
+            readers += [_Reader(runner, call, vocab, longest) for runner in (decoder.target, decoder.draft)]
+        return [_forced(readers, row, output, rule) for row, output in zip(call.rows, outputs, strict=True)]
+    finally:
+        for reader in readers:
+            reader.close()
+
+
+def _forced(readers: Sequence[_Reader], row: Any, output: Sequence[int], rule: str) -> ForcedText:
+    parts = [np.full((3, len(output)), np.nan)]
+    if readers and len(output):
+        device = readers[0].runner.device
+        target, draft = (reader.read(row, output) for reader in readers)
+        ids = to_device(list(output), device).split(CHUNK)
+        noise = _streams(row, len(output), device).split(CHUNK)
+        parts = [_judge(p, q, x, own, rule) for p, q, x, own in zip(target, draft, ids, noise, strict=True)]
+    weight, confidence, expected = np.concatenate(parts, axis=1)
+    prompt, written = (np.asarray(ids, dtype=np.int64) for ids in (row.prompt, output))
+    return ForcedText(prompt, written, weight, confidence, expected)
+
+
+class _Reader:
+    """Reads the texts of a call with one model. A prompt that follows itself (`num_return_sequences`) is fed once: it
+    took most of the time."""
+
+    def __init__(self, runner: Runner, call: Any, vocab: int, longest: int):
+        self.runner, self.call, self.vocab = runner, call, vocab
+        capacity = min(longest, runner.context)
+        self.cache = runner.pool.lease(1, capacity)
+        self.shapes = Shapes.choose(runner.device, False, capacity)
+        self.fed: list[int] = []
+
+    def close(self) -> None:
+        self.runner.pool.give_back(self.cache)
+
+    def read(self, row: Any, output: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        """Processed scores [c, V] and raw top probabilities [c] of the laws that `output` was written under, by
+        chunks."""
+        runner, call, ids = self.runner, self.call, [*row.prompt, *output]
+        if len(ids) > runner.context:
+            raise SpecdecError(
+                f"what_if: row {row.index} has {len(ids)} tokens, a model has a context of {runner.context}"
+            )
+        processors = None
+        if call.sampling.row_processors is not None:
+            processors = call.sampling.row_processors(row.index, row.prompt, row.stops.max_new_tokens)
+        start, found = self._prefill(ids[: len(row.prompt) - 1]), []
         while start < len(ids) - 1:
             fed = ids[start : min(start + CHUNK, len(ids) - 1)]
-            padded = fed + [0] * (shapes.width(len(fed)) - len(fed))
+            padded = fed + [0] * (self.shapes.width(len(fed)) - len(fed))
             tokens = to_device([padded], runner.device)
-            logits = runner.step(cache, shapes, tokens, [start], [len(fed)]).logits[:, : len(fed)]
-            logits = pad_vocabulary(logits, vocab)
+            logits = runner.step(self.cache, self.shapes, tokens, [start], [len(fed)]).logits[:, : len(fed)]
+            logits = pad_vocabulary(logits, self.vocab)
             history = None
             if processors is not None:
                 known = to_device(ids[:start], runner.device)
@@ -85,9 +106,16 @@ def _read(runner: Runner, call: Any, row: Any, output: Sequence[int], vocab: int
             confidence = torch.softmax(logits[0].float(), dim=-1).amax(dim=-1)
             found.append((call.sampling.scores(logits, history)[0], confidence))
             start += len(fed)
-    finally:
-        runner.pool.give_back(cache)
-    return found
+        return found
+
+    def _prefill(self, prompt: list[int]) -> int:
+        """Feed a prompt without its newest token, unless it is there already. Returns its length."""
+        again = bool(self.fed) and self.fed == prompt
+        self.cache.wipe(0, len(prompt) if again else 0)
+        if not again:
+            self.runner.prefill(self.cache, self.shapes, 0, prompt, 0)
+            self.fed = prompt
+        return len(prompt)
 
 
 def _streams(row: Any, n: int, device: torch.device) -> Tensor:
