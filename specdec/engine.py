@@ -64,6 +64,7 @@ class Engine:
         self.queue = deque(row for row in self.rows if row.finish_reason is None)
         self.slots: list[Row | None] = [None] * self.batch
         self.clock = Clock(self.runner.device)
+        self.prefills: list[tuple[Any, Any]] = []  # marks around those since the last host read
 
     def run(self) -> Iterator[list[Round]]:
         """Run to the end; one list of rounds a pass (empty unless `record`)."""
@@ -79,6 +80,8 @@ class Engine:
             spans = {"draft": self.clock.span(started, drafted), "verify": self.clock.span(drafted, judged)}
             self.times.draft += spans["draft"]
             self.times.verify += spans["verify"]
+            self.times.prefill += sum(self.clock.span(*marks) for marks in self.prefills)
+            self.prefills = []
             yield self.commit(facts, spans)
 
     # -- admit ---------------------------------------------------------------------------------------------------
@@ -95,7 +98,7 @@ class Engine:
         return bool(self.active())
 
     def _start(self, slot: int, row: Row) -> None:
-        started = time.perf_counter()
+        started = self.clock.mark()
         held = list(self.slots)
         self.slots[slot] = None  # from here on the slot's cache is not the old row's, also after an interrupt
         known = self.kept.restore(self.cache, slot, row.tokens) if self.kept else 0
@@ -107,7 +110,7 @@ class Engine:
             row.processors = self.sampling.row_processors(row.index, row.prompt, row.stops.max_new_tokens)
             row.known = to_device(row.prompt, self.runner.device)
         self.slots[slot] = row
-        self.times.prefill += time.perf_counter() - started
+        self.prefills.append((started, self.clock.mark()))
         self.chain.begin(slot, row.tokens)
 
     def _share(self, held: Sequence[Row | None], slot: int, row: Row, known: int) -> int:

@@ -129,25 +129,34 @@ class Recorder(Protocol):
 
 @cache
 def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream that passes are recorded on. One a device: cuBLAS keeps tens of megabytes for each stream it met."""
+    """The stream for runs before recording. One a device: cuBLAS keeps tens of megabytes for each stream it met."""
     return torch.cuda.Stream(device)
 
 
 class CudaRecorder:
     """CUDA graphs of one model, which share one pool of memory: they never run at the same time, and what they
-    return is copied before the next one runs."""
+    return is copied before the next one runs.
+
+    They are recorded on a stream where nothing else has ever run. cuBLAS then takes the workspace of that stream from
+    their pool, where it stays as long as they do. A workspace that was there before is freed when anybody clears
+    those of the process, as torch.compile does before it records graphs of its own, and the next replay would write
+    to memory that is somebody else's by then.
+    """
 
     def __init__(self, device: torch.device):
         self.device = device
+        self._open()
+
+    def _open(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
-        self.stream = side_stream(device)
+        self.stream = torch.cuda.Stream(self.device)
 
     def warm_up(self, run: Callable[[], Buffers]) -> None:
-        current = torch.cuda.current_stream(self.device)
-        self.stream.wait_stream(current)
-        with torch.cuda.stream(self.stream):
+        current, aside = torch.cuda.current_stream(self.device), side_stream(self.device)
+        aside.wait_stream(current)
+        with torch.cuda.stream(aside):
             run()
-        current.wait_stream(self.stream)
+        current.wait_stream(aside)
 
     def record(self, run: Callable[[], R]) -> tuple[Callable[[], None], R]:
         graph = torch.cuda.CUDAGraph()
@@ -162,7 +171,7 @@ class CudaRecorder:
         except RuntimeError:
             # Pool and generator still take the broken recording for open: the next one would fail with it, and so
             # would everything that draws from the device's generator.
-            self.pool = torch.cuda.graph_pool_handle()
+            self._open()
             random.graphsafe_set_state(state)
             raise
         return graph.replay, result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -186,6 +187,21 @@ def test_a_round_is_one_replay_to_draft_and_one_to_verify(options: dict) -> None
     assert "failure" not in out.provenance["compile"]["target"]
 
 
+def test_graphs_survive_what_other_graphs_of_the_process_do_to_cublas() -> None:
+    """torch.compile frees cuBLAS's workspaces before it records, and torch.cuda.graph gives free memory back."""
+    model = tiny_model("llama", hidden_size=512, intermediate_size=2048).to("cuda", torch.bfloat16)
+    dec = specdec.SpeculativeDecoder(model, coarsen(model, 0.3), compile="graph", check=False)
+    expected = dec.generate([[1, 2, 3], [4, 5]], 32).token_ids
+    for _ in range(3):
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+        taken = [torch.full((1 << 20,), float("nan"), device="cuda") for _ in range(64)]
+        out = dec.generate([[1, 2, 3], [4, 5]], 32)
+        assert out.token_ids == expected
+        assert out.provenance["compile"]["target"]["graphs"] > 0
+        assert all(bool(t.isnan().all()) for t in taken)
+
+
 def test_fused_projections_are_exact() -> None:
     model = tiny_model("llama", hidden_size=64).to("cuda", torch.bfloat16)
     dec = specdec.SpeculativeDecoder(model, coarsen(model, 0.3), compile="graph", fuse=True)
@@ -208,6 +224,11 @@ def test_compiled_passes_are_exact(fuse: bool) -> None:
         assert "failure" not in report
     assert fast.token_ids == plain.token_ids
     assert fast.stats.accepted_tokens > 0
+    torch._dynamo.reset()  # what was recorded must not need the compiler's own memory of it
+    gc.collect()
+    again = dec.generate([[1, 2, 3], [4, 5]], 32)
+    assert again.token_ids == plain.token_ids
+    assert again.provenance["compile"]["target"]["captured"] <= 2  # prompts
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
