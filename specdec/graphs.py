@@ -34,6 +34,8 @@ from specdec.errors import SpecdecError
 from specdec.trees import TreePass
 
 MODES = ("off", "graph", "inductor", "max")
+# A graph of a large model takes some megabytes beside its pool, and prompts of many lengths would make many.
+RARE_LIMIT = 64
 
 log = logging.getLogger("specdec")
 _recording = threading.Lock()
@@ -213,7 +215,7 @@ class Graphs:
         if self.busy or kind in self.failures:
             return compute(inputs)
         program: Recorded[I, R] | None = known.get((kind, key))
-        if program is None and key.rare and (kind, key) not in known:
+        if program is None and key.rare and ((kind, key) not in known or _rare(known) >= RARE_LIMIT):
             known[kind, key] = None
             return compute(inputs)
         if program is None:
@@ -251,3 +253,8 @@ class Graphs:
         self.failures[kind] = reason
         how = "runs eagerly: its passes" if kind == PassKey.__name__ else "is replayed pass by pass: larger programs"
         log.warning("%s %s cannot be recorded (%s)", self.name, how, reason)
+
+
+def _rare(known: dict[Any, Any]) -> int:
+    """How many rare programs are recorded."""
+    return sum(program is not None and key.rare for (_, key), program in known.items())

@@ -175,6 +175,18 @@ def test_chunks_of_prompts_are_recorded_when_they_come_again() -> None:
     assert captured == [0, 0, 3, 3, 3, 3]
 
 
+def test_of_many_prompts_only_so_many_chunks_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specdec.graphs.RARE_LIMIT", 2)
+    eager, dec = decoder(), decoder(Rerun)
+    prompts = [[(7 * i + n) % 100 for i in range(n)] for n in (20, 28, 40, 60)]
+    for _ in range(2):
+        for prompt in prompts:
+            out = dec.generate([prompt], 4, strategies=[])
+            assert out.token_ids == eager.generate([prompt], 4, strategies=[]).token_ids
+    known = dec.target.pool.idle.graphs
+    assert sum(key.rare and program is not None for (_, key), program in known.items()) == 2
+
+
 def test_passes_die_with_their_cache() -> None:
     dec = decoder(Rerun)
     dec.generate(PROMPTS, 8)
