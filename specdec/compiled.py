@@ -86,27 +86,27 @@ def _unlimited() -> Any:
     return torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT, accumulated_recompile_limit=RECOMPILE_LIMIT)
 
 
-class CompiledModel:
-    """A model's forward as one function, one compilation a shape; the model itself is left as it is."""
+class CompiledFunction:
+    """One function, one compilation a shape; of a model that is left as it is, all of its layers one after another."""
 
-    def __init__(self, model: Any, compiler: Compiler):
-        self.model, self.compiler = model, compiler
+    def __init__(self, function: Callable[..., Any], compiler: Compiler):
+        self.function, self.compiler = function, compiler
         self.compiled = self._compile()
 
     def _compile(self) -> Any:
-        def forward(**arguments: Any) -> Any:
-            return self.model(**arguments)
+        def call(*given: Any, **named: Any) -> Any:
+            return self.function(*given, **named)
 
-        return self.compiler.compile(forward)
+        return self.compiler.compile(call)
 
-    def __call__(self, **arguments: Any) -> Any:
+    def __call__(self, *given: Any, **named: Any) -> Any:
         with _unlimited():
             try:
-                return self.compiled(**arguments)
+                return self.compiled(*given, **named)
             except torch._dynamo.exc.Unsupported as error:
                 self.compiler.break_up(error)
                 self.compiled = self._compile()
-                return self.compiled(**arguments)
+                return self.compiled(*given, **named)
 
 
 class LayerCache:
@@ -203,4 +203,4 @@ def compiled_forward(model: Any, config: Any, mode: str, backend: str = "inducto
     """What stands for the model in compiled passes. mode: "inductor" or "max" (graphs.MODES)."""
     compiler = Compiler(type(model).__name__, mode, backend)
     layers, siblings = layers_of(model, int(getattr(config, "num_hidden_layers", 0)))
-    return CompiledLayers(model, layers, siblings, compiler) if layers else CompiledModel(model, compiler)
+    return CompiledLayers(model, layers, siblings, compiler) if layers else CompiledFunction(model, compiler)

@@ -25,9 +25,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.attention import AttentionSwitch, MaskBuilder, check_attention, fastest
+from specdec.attention import AttentionSwitch, Mask, MaskBuilder, check_attention, fastest
 from specdec.buffers import Buffers
-from specdec.compiled import Forward, compiled_before, compiled_forward
+from specdec.compiled import CompiledFunction, Compiler, Forward, compiled_before, compiled_forward
 from specdec.device import sync_allowed
 from specdec.fusion import Fusion
 from specdec.graphs import (
@@ -191,21 +191,15 @@ class Runner:
 
     def compute(self, cache: RaggedCache, key: PassKey, inputs: PassInputs) -> PassResult:
         """The pass itself, from tensors alone: no value of `inputs` is known here."""
-        layout, tree = inputs.layout, inputs.tree
-        # Ids that the embedding lacks can only be padding ids of a wider partner's vocabulary; feeding another id
-        # there costs acceptance, never correctness.
-        tokens = inputs.tokens.clamp(max=self.embedded - 1)
-        column = torch.arange(key.width, device=self.device)
-        real = column < layout[1, :, None]  # [B, S]
-        slots = layout[0, :, None] + (column if tree is None else tree.offsets)
-        ahead = slots if tree is None else layout[0, :, None] + tree.depths.gather(1, tree.offsets)
-        positions = torch.where(real, ahead, 0)
+        forward = None if key.rare else self.compiled  # compiling takes longer than one prompt's chunks save
+        prepare = self.prepare if forward is None or inputs.tree is not None else self.prepared
+        tokens, positions, slots, masks = prepare(inputs, key.width, key.kv_len, cache.capacity)
         rows = slice(key.first_row, key.first_row + key.batch)
-        cache.aim(torch.where(real, slots, cache.capacity), rows, key.kv_len)
+        cache.aim(slots, rows, key.kv_len)
         arguments: dict[str, Any] = {
             "input_ids": tokens,
             "position_ids": positions,
-            "attention_mask": self.masks(positions, key.kv_len, tree),
+            "attention_mask": masks,
             self.cache_argument: cache,
             "use_cache": True,
         }
@@ -213,7 +207,6 @@ class Runner:
             arguments["logits_to_keep"] = key.keep
         if key.hidden:
             arguments["output_hidden_states"] = True
-        forward = None if key.rare else self.compiled  # compiling takes longer than one prompt's chunks save
         attention = None
         if self.own_attention:
             attention = fastest(self.device.type, key.batch * key.width * self.masks.groups, key.kv_len)
@@ -222,6 +215,21 @@ class Runner:
                 self.model(**arguments)  # allocates: compiled code that did would be another program than the next
             out = (forward or self.model)(**arguments)
         return PassResult(out.logits, out.hidden_states if key.hidden else None)
+
+    def prepare(
+        self, inputs: PassInputs, width: int, kv_len: int, capacity: int
+    ) -> tuple[Tensor, Tensor, Tensor, Mask]:  # fmt: skip
+        """(ids, positions, slots) [B, S] and the masks of a pass."""
+        layout, tree = inputs.layout, inputs.tree
+        # Ids that the embedding lacks can only be padding ids of a wider partner's vocabulary; feeding another id
+        # there costs acceptance, never correctness.
+        tokens = inputs.tokens.clamp(max=self.embedded - 1)
+        column = torch.arange(width, device=self.device)
+        real = column < layout[1, :, None]  # [B, S]
+        slots = layout[0, :, None] + (column if tree is None else tree.offsets)
+        ahead = slots if tree is None else layout[0, :, None] + tree.depths.gather(1, tree.offsets)
+        positions = torch.where(real, ahead, 0)
+        return tokens, positions, torch.where(real, slots, capacity), self.masks(positions, kv_len, tree)
 
     def lease(self, batch: int, capacity: int) -> RaggedCache:
         """A cache for a call, to be given back to `pool`; with its recorded passes, if the weights have stayed."""
@@ -256,10 +264,12 @@ class Runner:
         self.mode = "graph" if self.recorder is not None else choose_mode(self.compile, self.model, self.device)
         self.graphs: Graphs | None = None
         self.compiled: Forward | None = None
+        self.prepared: Callable[..., tuple[Tensor, Tensor, Tensor, Mask]] = self.prepare
         if self.mode != "off":
             self.graphs = Graphs(self.recorder or CudaRecorder(self.device), type(self.model).__name__)
         if self.mode in ("inductor", "max"):
             self.compiled = compiled_forward(self.model, self.config, self.mode)
+            self.prepared = CompiledFunction(self.prepare, Compiler(f"{type(self.model).__name__}'s masks", self.mode))
 
     def prefill(
         self,

@@ -12,7 +12,14 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import specdec
-from specdec.compiled import CompiledLayers, CompiledModel, compiled_forward, keep_compiled_code, layers_of
+from specdec.compiled import (
+    CompiledFunction,
+    CompiledLayers,
+    Compiler,
+    compiled_forward,
+    keep_compiled_code,
+    layers_of,
+)
 from specdec.runner import Runner, Shapes
 from tests.helpers.recording import Rerun
 from tests.helpers.tiny import tiny_model
@@ -89,7 +96,7 @@ def test_a_model_whose_layers_are_not_found_is_compiled_as_a_whole_once_a_shape(
     model = tiny_model("llama", num_hidden_layers=1)
     counter = CompileCounterWithBackend("aot_eager")
     runner = compiled(copy.deepcopy(model), counter)
-    assert isinstance(runner.compiled, CompiledModel)
+    assert isinstance(runner.compiled, CompiledFunction)
     for ours, theirs in zip(passes(runner), passes(Runner(model)), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
     assert runner.compiled.compiler.whole
@@ -122,6 +129,17 @@ def test_a_layer_that_breaks_the_graph_is_compiled_in_parts(caplog: pytest.LogCa
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
     assert not runner.compiled.compiler.whole
     assert [r.getMessage() for r in caplog.records if "compiled in parts" in r.getMessage()]
+
+
+def test_what_precedes_the_layers_is_compiled_too() -> None:
+    model = tiny_model("gemma3")  # with masks for two kinds of layers
+    counter = CompileCounterWithBackend("aot_eager")
+    runner = compiled(copy.deepcopy(model))
+    runner.prepared = CompiledFunction(runner.prepare, Compiler("masks", "inductor", counter))
+    for ours, theirs in zip(passes(runner), passes(Runner(model)), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    assert counter.frame_count == 1
+    assert runner.prepared.compiler.whole
 
 
 def test_compiled_decoding_writes_the_same_text() -> None:
