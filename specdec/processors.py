@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers.generation import logits_process as hf
 
 from specdec.constraints import PrefixStates
+from specdec.device import moved
 from specdec.errors import SpecdecError
 from specdec.prefixes import History, Prefixes
 from specdec.runner import sync_allowed, to_device
@@ -119,7 +120,7 @@ def _with_states(rows: Sequence[Any], scores: Tensor, prefixes: Prefixes) -> Ten
 
 def to_device_as(values: Tensor, device: torch.device) -> Tensor:
     """A host tensor on `device`, without making the host wait."""
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
+    return moved(values.pin_memory(), device) if device.type == "cuda" else values.to(device)
 
 
 # -- vectorised forms of transformers' processors: (row -> processor or None, scores, prefixes) -> scores --------------
