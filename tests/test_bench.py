@@ -12,6 +12,8 @@ from specdec.errors import SpecdecError
 from specdec.loading import load_tokenizer
 from specdec.provenance import hash_ids
 from specdec.research.bench import smoke as bench
+from specdec.research.bench.contenders import Own
+from specdec.research.bench.report import made_with
 from specdec.research.speed_report import speed_block
 from tests.helpers.scripts import load_script
 
@@ -185,6 +187,31 @@ def test_the_speed_block_holds_the_figures() -> None:
     assert "| 8B | 2048 tokens | 90.0 |" in made
     assert "| 8B | width 8 | 8.00 | 1.60 | 61 |" in made
     assert "| plain | 30.00 | 10.00 | no | 5 | 1.5 |" in made
+
+
+def test_the_header_says_how_contenders_ran_their_passes_where_that_differs() -> None:
+    own = {"kind": "specdec", "version": "s", "draft_compile": None}
+    result = {
+        "name": "n", "date": "d", "commit": "abc", "machine": {"gpu": "G", "processor": "p", "threads": 2},
+        "versions": {"torch": "t"}, "copy": {"bytes_per_second": 1e12},
+        "models": {"target": {"parameters": 1e9}, "draft": {"parameters": 1e8}, "dtype": "bfloat16"},
+        "config": {"models": {"target": "m", "draft": "d", "inflate": None, "coarsen": None}},
+        "contenders": {
+            "plain": {**own, "compile": "inductor", "fuse": True}, "eager": {**own, "compile": "off", "fuse": False},
+            "fast": {**own, "compile": "inductor", "fuse": True}, "theirs": {"kind": "transformers", "version": "h"},
+        },
+    }  # fmt: skip
+    assert made_with(result).endswith("Passes of plain, fast: compile inductor, fused projections; eager: compile off.")
+    del result["contenders"]["eager"]
+    assert "Passes of" not in made_with(result)
+
+
+def test_plain_sampling_is_compared_with_itself_and_not_with_greedy_decoding() -> None:
+    greedy, drawn = Own("greedy", {}), Own("drawn", {"generate": {"temperature": 0.8, "seed": 1}})
+    assert drawn.comparable_with(drawn)
+    assert not drawn.comparable_with(greedy)
+    lossless = Own("leviathan", {"strategies": ["draft-model"], "generate": {"temperature": 0.8, "seed": 1}})
+    assert not lossless.comparable_with(drawn)
 
 
 def test_the_documents_show_the_committed_results(write_results: Any) -> None:

@@ -36,8 +36,21 @@ def made_with(result: Mapping[str, Any]) -> str:
         f"at commit {result['commit']}. Target {choice['target']}{grown} ({size['target']:.2f} billion parameters, "
         f"{models['dtype']}), draft {draft} ({size['draft']:.2f} billion). A copy moves "
         f"{result['copy']['bytes_per_second'] / 1e9:.1f} GB/s, reads and writes counted. Tokens per second of whole "
-        "calls, prefill included, medians over the repeats; ratios are paired; 95 % intervals."
+        f"calls, prefill included, medians over the repeats; ratios are paired; 95 % intervals.{_modes(result)}"
     )
+
+
+def _modes(result: Mapping[str, Any]) -> str:
+    """How specdec's contenders ran their passes, where that differs; contenders of one mode together."""
+    groups: dict[str, list[str]] = {}
+    for name, made in result["contenders"].items():
+        if made["kind"] == "specdec":
+            own = made.get("draft_compile") or made["compile"]
+            of_draft = f", draft {own}" if own != made["compile"] else ""
+            mode = f"compile {made['compile']}{of_draft}{', fused projections' if made.get('fuse') else ''}"
+            groups.setdefault(mode, []).append(name)
+    told = [f"{', '.join(names)}: {mode}" for mode, names in groups.items()]
+    return f" Passes of {'; '.join(told)}." if len(told) > 1 else ""
 
 
 def _block(result: Mapping[str, Any]) -> str:

@@ -78,8 +78,8 @@ class Own(Contender):
         passes = (mine.compile, mine.exact, mine.fuse) == (theirs.compile, theirs.exact, theirs.fuse)
         drawn = {k: v for k, v in mine.generate.items() if k not in ("acceptance", "draft_length")}
         same = drawn == {k: v for k, v in theirs.generate.items() if k not in ("acceptance", "draft_length")}
-        kept = not sampled(mine.generate) or find_rule(self.generation.acceptance).name in ("match", "coupled")
-        return passes and same and kept
+        draws = find_rule(self.generation.acceptance).name in ("match", "coupled")
+        return passes and same and (self.plain or not sampled(mine.generate) or draws)
 
     def run(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, ignore_eos: bool) -> Output:
         decoder = self.decoder
