@@ -16,6 +16,8 @@ from specdec.cli import app
 from specdec.config import dump_yaml
 from specdec.errors import SpecdecError
 from specdec.research.ablation import AblationConfig, load_ablation, run_ablation
+from specdec.research.ablation.store import read_manifest
+from specdec.texts import write_atomically
 
 
 def cells(**values: Any) -> list[dict[str, Any]]:
@@ -58,6 +60,8 @@ def test_an_axis_that_does_not_concern_a_chain_makes_no_second_cell() -> None:
         ({"data": {"datset": "gsm8k"}}, "datset"),
         ({"pairs": {}}, "pairs is empty"),
         ({"prompts": [""]}, "prompts"),
+        ({"axes": {"seed": [1 << 63]}}, "seed must fit into 64 bits"),
+        ({"generation": {"seed": -(1 << 64)}}, "seed must fit into 64 bits"),
     ],
 )
 def test_what_a_config_gets_wrong_is_named(values: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -72,6 +76,17 @@ def refused(values: dict[str, Any], folder: Path) -> str:
         load_ablation(folder / "c.yaml")
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+def test_half_of_a_surrogate_pair_in_a_prompt_is_refused() -> None:
+    with pytest.raises(SpecdecError, match=r"prompts\[1\] is no Unicode text"):
+        AblationConfig(pairs={"p": {"target": "t"}}, prompts=("a", "x \ud83d"))
+
+
+def test_a_folder_whose_prompts_hold_half_of_a_surrogate_pair_can_be_read(tmp_path: Path) -> None:
+    described = {"config": {}, "cells": [], "prompts": [["data/1", "x \ud83d"]]}
+    write_atomically(tmp_path / "run.json", json.dumps(described, ensure_ascii=False))
+    assert read_manifest(tmp_path) == described
 
 
 TREE = "draft-model:branches=2"

@@ -174,6 +174,9 @@ class AblationConfig:
             raise SpecdecError(
                 f"ablation: prompts must be texts, at least one and none empty, got {_shown(self.prompts)!r}"
             )
+        for index, text in enumerate(self.prompts or ()):
+            if any("\ud800" <= character <= "\udfff" for character in text):
+                raise SpecdecError(f"ablation: prompts[{index}] is no Unicode text: it holds half of a surrogate pair")
         if self.prompts is None and self.data.dataset is None:
             object.__setattr__(self, "data", replace(self.data, dataset=DATASET))
         check_whole("ablation: warm_up_tokens", self.warm_up_tokens, 0)
@@ -310,6 +313,8 @@ def _check_generation(options: Mapping[str, Any]) -> None:
     seed = options.get("seed", 0)
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise SpecdecError(f"seed must be a whole number, got {seed!r}; several are an axis")
+    if not -(2**63) <= seed < 2**63:  # a column of the table
+        raise SpecdecError(f"seed must fit into 64 bits, got {seed}")
     if options.get("batch_size", 1) is None:
         raise SpecdecError("batch_size must be a whole number >= 1, got None")
     check_generation(options)

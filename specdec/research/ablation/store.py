@@ -118,7 +118,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """What an ablation's folder says of itself. Raises SpecdecError for a folder that is none."""
     path = folder / MANIFEST
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(path.read_bytes().decode("utf-8", "surrogatepass"))
     except FileNotFoundError:
         raise SpecdecError(f"{folder} is not the folder of an ablation: it has no {MANIFEST}") from None
     except (OSError, ValueError) as error:
