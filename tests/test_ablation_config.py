@@ -224,3 +224,6 @@ def test_a_file_or_device_that_is_not_there_is_refused_before_any_model_is_loade
     config = AblationConfig(pairs={"right": right, "wrong": {**right, **change}}, prompts=("a",))
     with pytest.raises(SpecdecError, match=r"pairs\.wrong: .*(no/such|cuda:99)"):
         run_ablation(config, tmp_path)
+    # The folder is not taken by a run that never began.
+    with pytest.raises(SpecdecError, match=r"pairs\.other: .*(no/such|cuda:99)"):
+        run_ablation(AblationConfig(pairs={"other": {**right, **change}}, prompts=("b",)), tmp_path)

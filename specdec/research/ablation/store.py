@@ -69,7 +69,8 @@ class Store:
     @staticmethod
     def open(folder: Path, plan: Plan, extend: bool = False) -> Store:
         """Start or resume. extend: go on although the config or the versions have changed; rows whose settings are
-        still asked for are kept. Raises SpecdecError where they have changed without it."""
+        still asked for are kept. A folder without a row, of a run that was refused, is anybody's. Raises SpecdecError
+        where they have changed without it."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -78,7 +79,7 @@ class Store:
         path = folder / MANIFEST
         if path.is_file():
             changed = _changes(read_manifest(folder), new)
-            if changed and not extend:
+            if changed and not extend and any(e.get("kind") == "row" for e in read_journals(folder)):
                 raise SpecdecError(
                     f"{folder} holds another ablation: {', '.join(changed)} changed; give another folder, or --extend "
                     "to keep the rows whose settings are still asked for"
