@@ -13,6 +13,7 @@ from specdec.checks import naming_processors
 from specdec.config import UNSET, GenerationSettings, as_list
 from specdec.contract import check_processors
 from specdec.costs import as_costs, costs_for
+from specdec.drafters import tree_makers
 from specdec.drafters.base import DraftContext
 from specdec.drafters.chain import build_chain
 from specdec.drafters.length import LengthController, automatic, unlimited
@@ -30,11 +31,6 @@ if TYPE_CHECKING:
     from specdec.decoder import SpeculativeDecoder
 
 DEFAULT_BATCH = 8
-
-
-def tree_makers(drafters: Sequence[Any]) -> list[str]:
-    """Names of the strategies whose drafts can be trees."""
-    return [d.name for d in drafters if getattr(d, "makes_trees", False)]
 
 
 class Call:

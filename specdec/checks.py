@@ -17,8 +17,8 @@ from transformers.generation.utils import GenerationMixin
 from specdec.acceptance import find_rule
 from specdec.attention import check_attention
 from specdec.config import UNSET, GenerationSettings, PairConfig
-from specdec.costs import as_costs
-from specdec.drafters import make_drafters
+from specdec.costs import as_costs, check_costs
+from specdec.drafters import make_drafters, tree_makers
 from specdec.drafters.length import automatic
 from specdec.errors import SpecdecError
 from specdec.loading import Source, check_dtype, parse_device, pick_device
@@ -70,18 +70,14 @@ def check_chain(strategies: Sequence[Any], has_draft: bool, settings: Generation
     drafters = make_drafters(list(strategies), has_draft)
     if not has_draft and any(d.name == "draft-model" for d in drafters):
         raise SpecdecError("strategy 'draft-model' needs a draft model, and the pair has none")
-    trees = [d.name for d in drafters if getattr(d, "makes_trees", False)]
+    trees = tree_makers(drafters)
     if trees and settings.exact is True:
         raise SpecdecError(f"exact=True does not cover trees, which strategy {trees[0]!r} can make")
     rule = find_rule(settings.acceptance)
     if trees and rule.descend is None:
         raise SpecdecError(f"acceptance {rule.name!r} judges chains only, and strategy {trees[0]!r} can make trees")
-    costs = as_costs(settings.costs)
     lengths = automatic(drafters, settings.draft_length, default_chain=False)
-    if costs is not None and costs.draft is None:
-        for drafter, chosen in zip(drafters, lengths, strict=True):
-            if chosen and drafter.name == "draft-model":
-                raise SpecdecError("costs: the table has no draft model, and the length of draft-model is automatic")
+    check_costs(drafters, lengths, as_costs(settings.costs))
 
 
 def check_loading(models: PairConfig) -> None:

@@ -70,20 +70,20 @@ class Compiler:
             own, fullgraph=self.whole, dynamic=False, backend=self.backend, options=self.options
         )  # fmt: skip
 
-    def break_up(self, error: Exception) -> None:
-        """Allow parts from now on. Raises `error` if they were allowed."""
-        if not self.whole:
-            raise error
-        log.warning("%s is compiled in parts: %s", self.name, _first_line(error))
-        self.whole = False
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-def _unlimited() -> Any:
-    return torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT, accumulated_recompile_limit=RECOMPILE_LIMIT)
+    def run(self, call: Callable[[], Any], again: Callable[[], None]) -> Any:
+        """What `call` makes with compiled functions. Where dynamo cannot trace it whole, parts are allowed from then
+        on: `again` compiles anew, and it is called once more."""
+        with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT, accumulated_recompile_limit=RECOMPILE_LIMIT):
+            try:
+                return call()
+            except torch._dynamo.exc.Unsupported as error:
+                if not self.whole:
+                    raise
+                reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                log.warning("%s is compiled in parts: %s", self.name, reason)
+                self.whole = False
+                again()
+                return call()
 
 
 class CompiledFunction:
@@ -91,22 +91,16 @@ class CompiledFunction:
 
     def __init__(self, function: Callable[..., Any], compiler: Compiler):
         self.function, self.compiler = function, compiler
-        self.compiled = self._compile()
+        self._compile()
 
-    def _compile(self) -> Any:
+    def _compile(self) -> None:
         def call(*given: Any, **named: Any) -> Any:
             return self.function(*given, **named)
 
-        return self.compiler.compile(call)
+        self.compiled = self.compiler.compile(call)
 
     def __call__(self, *given: Any, **named: Any) -> Any:
-        with _unlimited():
-            try:
-                return self.compiled(*given, **named)
-            except torch._dynamo.exc.Unsupported as error:
-                self.compiler.break_up(error)
-                self.compiled = self._compile()
-                return self.compiled(*given, **named)
+        return self.compiler.run(lambda: self.compiled(*given, **named), self._compile)
 
 
 class LayerCache:
@@ -134,25 +128,19 @@ class CompiledLayers:
     def __init__(self, model: Any, layers: Sequence[nn.Module], siblings: Sequence[nn.Module], compiler: Compiler):
         self.model, self.compiler = model, compiler
         self.layers, self.siblings = list(layers), list(siblings)
-        self.compiled = self._compile()
+        self._compile()
         self.states: list[Tensor] | None = None  # hidden states of the pass that goes on, where they are wanted
 
-    def _compile(self) -> Any:
+    def _compile(self) -> None:
         def forward(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
             return type(module).forward(module, *given, **named)
 
-        return self.compiler.compile(forward)
+        self.compiled = self.compiler.compile(forward)
 
     def __call__(self, **arguments: Any) -> Any:
         # transformers collects hidden states by hooks that dynamo cannot trace, and leaves them in the model.
         wanted = len(self.siblings) == 1 and arguments.pop("output_hidden_states", False)
-        with _unlimited():
-            try:
-                out = self._pass(arguments, wanted)
-            except torch._dynamo.exc.Unsupported as error:
-                self.compiler.break_up(error)
-                self.compiled = self._compile()
-                out = self._pass(arguments, wanted)
+        out = self.compiler.run(lambda: self._pass(arguments, wanted), self._compile)
         if self.states is not None:
             out.hidden_states, self.states = tuple(self.states), None
         return out

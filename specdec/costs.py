@@ -205,10 +205,15 @@ def costs_for(
     drafters: Sequence[Any], chosen: Sequence[bool], given: CostTable | None, target: Runner, draft: Runner | None
 ) -> CostTable:
     """What the lengths of these strategies are chosen from. Raises SpecdecError where the draft model is not in it."""
+    check_costs(drafters, chosen, given)
+    return given or nominal_costs(target, draft)
+
+
+def check_costs(drafters: Sequence[Any], chosen: Sequence[bool], given: CostTable | None) -> None:
+    """Raise SpecdecError where a draft model's length is chosen from a table without one."""
     model = any(a and d.name == "draft-model" for d, a in zip(drafters, chosen, strict=True))
     if given is not None and model and given.draft is None:
         raise SpecdecError("costs: the table has no draft model, and the length of draft-model is automatic")
-    return given or nominal_costs(target, draft)
 
 
 # -- measured --------------------------------------------------------------------------------------------------------

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from specdec.call import Call, tree_makers
+from specdec.call import Call
 from specdec.config import UNSET, GenerationSettings, check_exact
 from specdec.costs import as_costs
-from specdec.drafters import make_drafters
+from specdec.drafters import make_drafters, tree_makers
 from specdec.drafters.chain import Chain, upstream_order
 from specdec.errors import SpecdecError
 from specdec.graphs import check_compile

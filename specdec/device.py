@@ -23,6 +23,11 @@ def sync_allowed(device: torch.device) -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(mode)
 
 
+def sent(values: Tensor, device: torch.device) -> Tensor:
+    """A host tensor on `device`, without making the host wait: to a GPU from pinned memory."""
+    return moved(values.pin_memory() if device.type == "cuda" else values, device)
+
+
 def moved(values: Tensor, device: torch.device) -> Tensor:
     """`values` on `device`. On its way to a GPU nobody waits: what reads it there comes later. On its way to the host
     the host must: it would read memory that is not written yet."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers.generation import logits_process as hf
 
 from specdec.constraints import PrefixStates
-from specdec.device import moved
+from specdec.device import sent
 from specdec.errors import SpecdecError
 from specdec.prefixes import History, Prefixes
 from specdec.runner import sync_allowed, to_device
@@ -112,15 +112,10 @@ def _with_states(rows: Sequence[Any], scores: Tensor, prefixes: Prefixes) -> Ten
     if not masks:
         return out
     flat = out.reshape(-1, scores.shape[-1])
-    at, allowed = to_device(where, scores.device), to_device_as(torch.stack(masks), scores.device)
+    at, allowed = to_device(where, scores.device), sent(torch.stack(masks), scores.device)
     masked = flat[at].masked_fill(~allowed, -math.inf)
     nothing_left = masked.amax(dim=-1, keepdim=True) == -math.inf
     return flat.index_copy(0, at, masked.masked_fill(nothing_left & allowed, 0.0)).reshape(scores.shape)
-
-
-def to_device_as(values: Tensor, device: torch.device) -> Tensor:
-    """A host tensor on `device`, without making the host wait."""
-    return moved(values.pin_memory(), device) if device.type == "cuda" else values.to(device)
 
 
 # -- vectorised forms of transformers' processors: (row -> processor or None, scores, prefixes) -> scores --------------

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from specdec.errors import SpecdecError
+from specdec.texts import is_unicode
 
 TEXT_PARTS = ("text", "input_text", "output_text")  # types of a message's parts that have a text
 
@@ -47,7 +48,7 @@ def _encode(row: Any, index: int, tokenizer: Any) -> list[int]:
     if isinstance(row, str):
         if not row:
             raise SpecdecError(f"prompt {index} is empty")
-        if not row.isascii() and any("\ud800" <= character <= "\udfff" for character in row):
+        if not is_unicode(row):
             raise SpecdecError(f"prompt {index} is no Unicode text: it holds half of a surrogate pair")
         return [int(t) for t in _tokenizer(tokenizer, index)(row)["input_ids"]]
     if not isinstance(row, Sequence):

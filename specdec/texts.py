@@ -46,6 +46,11 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
+def is_unicode(text: str) -> bool:
+    """Whether a text can be encoded: it holds no half of a surrogate pair."""
+    return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
+
+
 def write_atomically(path: Path, data: str | bytes) -> None:
     """A reader finds the old file or the new one, never half of it; a write that fails leaves the old one alone.
 

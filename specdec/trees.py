@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from specdec.buffers import Buffers
-from specdec.device import moved
+from specdec.device import sent
 from specdec.errors import SpecdecError
 
 Parents = tuple[int, ...]
@@ -199,7 +199,4 @@ def moves(row: int, columns: Sequence[int], start: int) -> list[tuple[int, int, 
 
 def array_on(values: np.ndarray, device: torch.device) -> Tensor:
     """A host array as a tensor on `device`, without making the host wait for the device."""
-    tensor = torch.from_numpy(values)
-    if device.type != "cuda":
-        return tensor.to(device)
-    return moved(tensor.pin_memory(), device)
+    return sent(torch.from_numpy(values), device)

@@ -47,6 +47,11 @@ def make_drafters(strategies: Any, has_draft: bool) -> list[Any]:
     return [_make(entry) for entry in strategies]
 
 
+def tree_makers(drafters: Sequence[Any]) -> list[str]:
+    """Names of the strategies whose drafts can be trees."""
+    return [d.name for d in drafters if getattr(d, "makes_trees", False)]
+
+
 def _make(entry: Any) -> Any:
     if isinstance(entry, (str, Mapping)):
         return _named(*parse_strategy(entry))

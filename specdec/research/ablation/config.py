@@ -30,6 +30,7 @@ from specdec.drafters import STRATEGIES, make_drafters, parse_strategy
 from specdec.errors import SpecdecError
 from specdec.research.ablation.axes import GENERATION, LOADING, SHORTHANDS, check_shadows, hits, parameters
 from specdec.research.demo import comparable
+from specdec.texts import is_unicode
 
 DATASET = "spec-bench"
 PLAIN = "plain"  # the name of the reference chain, which drafts nothing
@@ -175,7 +176,7 @@ class AblationConfig:
                 f"ablation: prompts must be texts, at least one and none empty, got {_shown(self.prompts)!r}"
             )
         for index, text in enumerate(self.prompts or ()):
-            if any("\ud800" <= character <= "\udfff" for character in text):
+            if not is_unicode(text):
                 raise SpecdecError(f"ablation: prompts[{index}] is no Unicode text: it holds half of a surrogate pair")
         if self.prompts is None and self.data.dataset is None:
             object.__setattr__(self, "data", replace(self.data, dataset=DATASET))
