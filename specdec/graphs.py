@@ -20,7 +20,8 @@ import logging
 import threading
 import time
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -152,6 +153,20 @@ class CudaRecorder:
     def _open(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(self.device)
+        # That workspace outlives the graphs of a cache that is given up. A pool with memory but without graphs takes
+        # no new ones, so one that does nothing stays for as long as the recorder does.
+        self.anchor = torch.cuda.CUDAGraph()
+        with warnings.catch_warnings(), self._into(self.anchor):
+            warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+
+    @contextmanager
+    def _into(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+        """What runs inside becomes part of `graph`."""
+        with (
+            torch.cuda.device(self.device),
+            torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"),
+        ):
+            yield
 
     def warm_up(self, run: Callable[[], Buffers]) -> None:
         current, aside = torch.cuda.current_stream(self.device), side_stream(self.device)
@@ -165,10 +180,7 @@ class CudaRecorder:
         random = torch.cuda.default_generators[self.device.index or 0]
         state = random.clone_state()
         try:
-            with (
-                torch.cuda.device(self.device),
-                torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"),
-            ):
+            with self._into(graph):
                 result = run()
         except RuntimeError:
             # Pool and generator still take the broken recording for open: the next one would fail with it, and so
