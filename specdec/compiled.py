@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FunctionType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,8 @@ def compiled_before() -> dict[str, int]:
 
 class Forward(Protocol):
     """Stands for the model in a pass."""
+
+    compiler: Compiler
 
     def __call__(self, **arguments: Any) -> Any:
         """The model's outputs."""
@@ -121,13 +123,20 @@ class LayerCache:
         return 0
 
 
-class CompiledLayers:
-    """A model whose layers run as one compiled function, and with them the norm that follows. `layers` and `siblings`
-    as `layers_of` finds them; the model is changed for the time of a pass only."""
+class Parts(NamedTuple):
+    """A model's layers, the norms beside them (the last norm), and the modules that turn positions into rotations."""
 
-    def __init__(self, model: Any, layers: Sequence[nn.Module], siblings: Sequence[nn.Module], compiler: Compiler):
-        self.model, self.compiler = model, compiler
-        self.layers, self.siblings = list(layers), list(siblings)
+    layers: list[nn.Module]
+    norms: list[nn.Module]
+    rotations: list[nn.Module]
+
+
+class CompiledLayers:
+    """A model whose layers run as one compiled function, and with them the other parts of it; the model is changed for
+    the time of a pass only."""
+
+    def __init__(self, model: Any, parts: Parts, compiler: Compiler):
+        self.model, self.compiler, self.parts = model, compiler, parts
         self._compile()
         self.states: list[Tensor] | None = None  # hidden states of the pass that goes on, where they are wanted
 
@@ -139,7 +148,7 @@ class CompiledLayers:
 
     def __call__(self, **arguments: Any) -> Any:
         # transformers collects hidden states by hooks that dynamo cannot trace, and leaves them in the model.
-        wanted = len(self.siblings) == 1 and arguments.pop("output_hidden_states", False)
+        wanted = len(self.parts.norms) == 1 and arguments.pop("output_hidden_states", False)
         out = self.compiler.run(lambda: self._pass(arguments, wanted), self._compile)
         if self.states is not None:
             out.hidden_states, self.states = tuple(self.states), None
@@ -152,43 +161,65 @@ class CompiledLayers:
 
     @contextmanager
     def _on(self) -> Iterator[None]:
-        modules = [*enumerate(self.layers), *((None, sibling) for sibling in self.siblings)]
+        parts = self.parts
+        made = [(layer, self._layer(layer, index)) for index, layer in enumerate(parts.layers)]
+        made += [(norm, self._norm(norm)) for norm in parts.norms]
+        made += [(module, self._forward(module)) for module in parts.rotations]
         try:
-            for index, module in modules:
-                vars(module)["forward"] = self._forward(module, index)
+            for module, forward in made:
+                vars(module)["forward"] = forward
             yield
         finally:
-            for _, module in modules:
+            for module, _ in made:
                 vars(module).pop("forward", None)
 
-    def _forward(self, module: nn.Module, index: int | None) -> Callable[..., Any]:
+    def _forward(self, module: nn.Module) -> Callable[..., Any]:
+        return lambda *given, **named: self.compiled(module, given, named)
+
+    def _layer(self, module: nn.Module, index: int) -> Callable[..., Any]:
         def part(value: Any) -> Any:
             return LayerCache(value.layers[index]) if isinstance(value, RaggedCache) else value
 
         def forward(*given: Any, **named: Any) -> Any:
-            out = self.compiled(module, tuple(map(part, given)), {name: part(v) for name, v in named.items()})
             if self.states is not None:  # as in transformers: what each layer is given, and what the last norm returns
-                self.states.append(out if index is None else given[0] if given else named["hidden_states"])
+                self.states.append(given[0] if given else named["hidden_states"])
+            return self.compiled(module, tuple(map(part, given)), {name: part(v) for name, v in named.items()})
+
+        return forward
+
+    def _norm(self, module: nn.Module) -> Callable[..., Any]:
+        def forward(*given: Any, **named: Any) -> Any:
+            out = self.compiled(module, given, named)
+            if self.states is not None:
+                self.states.append(out)
             return out
 
         return forward
 
 
-def layers_of(model: nn.Module, count: int) -> tuple[list[nn.Module], list[nn.Module]]:
-    """The model's `count` layers, and the modules beside them that are of a kind that the layers hold as well (the last
-    norm). None where there is no such list, or where something has replaced the forward of one of them."""
+def parts_of(model: nn.Module, count: int) -> Parts | None:
+    """The parts of a model of `count` layers. None where there is no list of so many, or where something has replaced
+    the forward of one of them."""
     for parent in model.modules():
         for child in parent.children():
             if isinstance(child, nn.ModuleList) and len(child) == count > 1:
                 inside = {type(m) for layer in child for m in layer.modules()}
-                siblings = [m for m in parent.children() if type(m) in inside and m is not child]
-                free = not any("forward" in vars(m) for m in (*child, *siblings))
-                return (list(child), siblings) if free else ([], [])
-    return [], []
+                norms = [m for m in parent.children() if type(m) in inside and m is not child]
+                parts = Parts(list(child), norms, [m for m in parent.children() if _is_fixed_rotation(m)])
+                return None if any("forward" in vars(m) for part in parts for m in part) else parts
+    return None
+
+
+def _is_fixed_rotation(module: nn.Module) -> bool:
+    """Whether a module computes rotations from positions alone. Kinds that look at how far these go are left alone:
+    they cannot be traced."""
+    kinds = getattr(module, "rope_type", None)
+    kinds = list(kinds.values()) if isinstance(kinds, dict) else [kinds]
+    return all(isinstance(kind, str) and "dynamic" not in kind and kind != "longrope" for kind in kinds)
 
 
 def compiled_forward(model: Any, config: Any, mode: str, backend: str = "inductor") -> Forward:
     """What stands for the model in compiled passes. mode: "inductor" or "max" (graphs.MODES)."""
     compiler = Compiler(type(model).__name__, mode, backend)
-    layers, siblings = layers_of(model, int(getattr(config, "num_hidden_layers", 0)))
-    return CompiledLayers(model, layers, siblings, compiler) if layers else CompiledFunction(model, compiler)
+    parts = parts_of(model, int(getattr(config, "num_hidden_layers", 0)))
+    return CompiledFunction(model, compiler) if parts is None else CompiledLayers(model, parts, compiler)

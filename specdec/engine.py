@@ -64,25 +64,25 @@ class Engine:
         self.queue = deque(row for row in self.rows if row.finish_reason is None)
         self.slots: list[Row | None] = [None] * self.batch
         self.clock = Clock(self.runner.device)
-        self.prefills: list[tuple[Any, Any]] = []  # marks around those since the last host read
+        self.prefills: list[tuple[Any, Any]] = []  # marks around those of this pass
 
     def run(self) -> Iterator[list[Round]]:
         """Run to the end; one list of rounds a pass (empty unless `record`)."""
-        while self.admit():
+        while active := self.admit():
             started = self.clock.mark()
-            self.draft()
+            self.draft(active)
             drafted = self.clock.mark()
-            verified, output = self.verifier.launch(self.active())
+            verified, output = self.verifier.launch(active)
             if output is not None:
                 self.chain.observe(output)
             judged = self.clock.mark()
+            self.clock.settle(self.times)  # the passes before; the device is busy with this one meanwhile
             facts = self.verifier.read(verified)
-            spans = {"draft": self.clock.span(started, drafted), "verify": self.clock.span(drafted, judged)}
-            self.times.draft += spans["draft"]
-            self.times.verify += spans["verify"]
-            self.times.prefill += sum(self.clock.span(*marks) for marks in self.prefills)
+            spans = [("draft", started, drafted), ("verify", drafted, judged)]
+            self.clock.noted += spans + [("prefill", *marks) for marks in self.prefills]
             self.prefills = []
-            yield self.commit(facts, spans)
+            took = {phase: self.clock.span(*marks) for phase, *marks in spans} if self.record else {}
+            yield self.commit(active, facts, took)
 
     # -- admit ---------------------------------------------------------------------------------------------------
 
@@ -90,12 +90,12 @@ class Engine:
         """Slots with a row that is not finished."""
         return [(b, row) for b, row in enumerate(self.slots) if row is not None and row.finish_reason is None]
 
-    def admit(self) -> bool:
-        """Fill free slots from the queue; False when nothing is left to do."""
+    def admit(self) -> list[tuple[int, Row]]:
+        """Fill free slots from the queue; returns the active ones, none when nothing is left to do."""
         for b, row in enumerate(self.slots):
             if self.queue and (row is None or row.finish_reason is not None):
                 self._start(b, self.queue.popleft())
-        return bool(self.active())
+        return self.active()
 
     def _start(self, slot: int, row: Row) -> None:
         started = self.clock.mark()
@@ -128,9 +128,9 @@ class Engine:
 
     # -- draft ---------------------------------------------------------------------------------------------------
 
-    def draft(self) -> None:
+    def draft(self, active: Sequence[tuple[int, Row]]) -> None:
         """Give every row a draft: what is left of its last one, or a new one from the chain, perhaps empty."""
-        new = [(b, row) for b, row in self.active() if row.pending is None]
+        new = [(b, row) for b, row in active if row.pending is None]
         # A round emits one token more than it accepts, so a row with room for one token has no use for a draft.
         requests = [self._request(b, row) for b, row in new if row.room > 1 and self.chain.drafters]
         drafts = {r.row: d for r, d in zip(requests, self.chain.draft(requests), strict=True)} if requests else {}
@@ -152,10 +152,12 @@ class Engine:
 
     # -- commit --------------------------------------------------------------------------------------------------
 
-    def commit(self, facts: Facts, spans: dict[str, float]) -> list[Round]:
+    def commit(
+        self, active: Sequence[tuple[int, Row]], facts: Facts, spans: dict[str, float]
+    ) -> list[Round]:  # fmt: skip
         """Rows take what was accepted; finished rounds are counted and the drafters told."""
         rounds, moved = [], []
-        for b, row in self.active():
+        for b, row in active:
             draft, position = row.pending, row.size - 1
             assert draft is not None
             if facts.unsound[b]:
@@ -226,6 +228,7 @@ class Engine:
 
     def stats(self, total_seconds: float, reads_before: int) -> Stats:
         """The statistics of the call so far."""
+        self.clock.settle(self.times)
         self.times.total = total_seconds
         return Stats(
             rows=[row.records for row in self.rows],
@@ -238,18 +241,31 @@ class Engine:
 
 
 class Clock:
-    """Marks in time that do not make the host wait: CUDA events on a GPU, the host's clock elsewhere."""
+    """Marks in time that do not make the host wait: CUDA events on a GPU, the host's clock elsewhere.
+
+    noted: spans by their phase (a field of `Times`), to be added up when the host has nothing better to do.
+    """
 
     def __init__(self, device: torch.device):
         self.cuda = device.type == "cuda"
+        self.noted: list[tuple[str, Any, Any]] = []
+        self.spare: list[torch.cuda.Event] = []  # to make an event takes longer than to record one
 
     def mark(self) -> Any:
         if not self.cuda:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = self.spare.pop() if self.spare else torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def span(self, start: Any, end: Any) -> float:
         """Seconds between two marks; on a GPU only after a host read that follows both."""
         return float(start.elapsed_time(end)) / 1000 if self.cuda else float(end - start)
+
+    def settle(self, times: Times) -> None:
+        """Add what is noted to `times`; on a GPU only after a host read that follows all of it."""
+        for phase, start, end in self.noted:
+            setattr(times, phase, getattr(times, phase) + self.span(start, end))
+        if self.cuda:
+            self.spare += {id(mark): mark for _, *marks in self.noted for mark in marks}.values()
+        self.noted = []

@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import inspect
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -44,6 +45,8 @@ from specdec.graphs import (
 )
 from specdec.kv_cache import CachePool, RaggedCache, kv_widths, rounded_up
 from specdec.trees import TreePass, array_on
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 # On a CPU every padded token costs its share of the weights' arithmetic, so narrow widths are all there; on a GPU a
 # pass of 8 costs what a pass of 1 costs, and few shapes mean few graphs.
@@ -79,7 +82,7 @@ class Shapes:
 
     def width(self, tokens: int) -> int:
         """The narrowest allowed width for `tokens` tokens."""
-        return next(w for w in self.widths if w >= tokens)
+        return self.widths[bisect_left(self.widths, tokens)]
 
     def kv_len(self, tokens: int, capacity: int) -> int:
         if self.kv_fixed is not None:
@@ -192,7 +195,7 @@ class Runner:
     def compute(self, cache: RaggedCache, key: PassKey, inputs: PassInputs) -> PassResult:
         """The pass itself, from tensors alone: no value of `inputs` is known here."""
         forward = None if key.rare else self.compiled  # compiling takes longer than one prompt's chunks save
-        prepare = self.prepare if forward is None or inputs.tree is not None else self.prepared
+        prepare = self.prepare if forward is None or inputs.tree is not None else self.part(self.prepare)
         tokens, positions, slots, masks = prepare(inputs, key.width, key.kv_len, cache.capacity)
         rows = slice(key.first_row, key.first_row + key.batch)
         cache.aim(slots, rows, key.kv_len)
@@ -231,6 +234,17 @@ class Runner:
         positions = torch.where(real, ahead, 0)
         return tokens, positions, torch.where(real, slots, capacity), self.masks(positions, kv_len, tree)
 
+    def part(self, function: F) -> F:
+        """A function of tensors that programs run beside passes, compiled where those are. It must not be made anew for
+        each call: it is compiled once a shape."""
+        if self.compiled is None:
+            return function
+        if function not in self.parts:
+            name = f"{function.__name__} of {type(self.model).__name__}"
+            compiler = Compiler(name, self.mode, self.compiled.compiler.backend)
+            self.parts[function] = CompiledFunction(function, compiler)
+        return cast(F, self.parts[function])
+
     def lease(self, batch: int, capacity: int) -> RaggedCache:
         """A cache for a call, to be given back to `pool`; with its recorded passes, if the weights have stayed."""
         cache = self.pool.lease(batch, capacity)
@@ -264,12 +278,11 @@ class Runner:
         self.mode = "graph" if self.recorder is not None else choose_mode(self.compile, self.model, self.device)
         self.graphs: Graphs | None = None
         self.compiled: Forward | None = None
-        self.prepared: Callable[..., tuple[Tensor, Tensor, Tensor, Mask]] = self.prepare
+        self.parts: dict[Any, CompiledFunction] = {}
         if self.mode != "off":
             self.graphs = Graphs(self.recorder or CudaRecorder(self.device), type(self.model).__name__)
         if self.mode in ("inductor", "max"):
             self.compiled = compiled_forward(self.model, self.config, self.mode)
-            self.prepared = CompiledFunction(self.prepare, Compiler(f"{type(self.model).__name__}'s masks", self.mode))
 
     def prefill(
         self,
@@ -347,9 +360,12 @@ class HostReader:
         self.count += 1
         with sync_allowed(packed.flat.device):
             flat = packed.flat.cpu().numpy()
+        floats = any(of_floats for _, of_floats in packed.forms)
+        values = flat if floats else flat.astype(np.int64)
         out, offset = [], 0
         for shape, of_floats in packed.forms:
-            part = flat[offset : offset + math.prod(shape)].reshape(shape)
-            offset += part.size
-            out.append((part if of_floats else part.astype(np.int64)).tolist())
+            end = offset + math.prod(shape)
+            part = values[offset:end].reshape(shape)
+            out.append((part.astype(np.int64) if floats and not of_floats else part).tolist())
+            offset = end
         return out

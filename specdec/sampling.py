@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -122,7 +122,7 @@ class Sampling:
         # Below float32's smallest normal number the division overflows; the law is one-hot long before.
         return self.temperature < 1e-30
 
-    @property
+    @cached_property
     def signature(self) -> tuple[Any, ...] | None:
         """Equal for pipelines that compute the same; None where that cannot be said."""
         parts: list[Any] = [self.temperature]

@@ -32,8 +32,8 @@ from specdec.runner import HostReader, Packed, PassOutput, Runner, Shapes
 from specdec.sampling import History, Sampling
 from specdec.trees import Parents, Shape, TreeLayout, TreePass, array_on, chain_parents, shape_of, tree_pass
 
-# Rows of `VerifyInputs.numbers`.
-STARTS, COUNTS, LAST, KEYS, POSITIONS, DONE, TOTALS, CLAIMS = range(8)
+# Columns of `VerifyInputs.table`; the drafts follow.
+STARTS, COUNTS, LAST, KEYS, POSITIONS, DONE, TOTALS, CLAIMS, DRAFT = range(9)
 
 
 @dataclass
@@ -78,11 +78,10 @@ class VerifyKey(NamedTuple):
 
 @dataclass(frozen=True)
 class VerifyInputs(Buffers):
-    """numbers [8, B] (STARTS ... CLAIMS); draft [B, S]: drafted ids as proposed, column s tested by the s-th law; q
-    [B, S, V]; the trees of the pass, and as acceptance sees them."""
+    """table [B, 8 + S]: STARTS ... CLAIMS, and drafted ids as proposed, column s tested by the s-th law; q [B, S, V];
+    the trees of the pass, and as acceptance sees them."""
 
-    numbers: Tensor
-    draft: Tensor
+    table: Tensor
     q: Tensor | None = None
     tree: TreePass | None = None
     layout: TreeLayout | None = None
@@ -90,12 +89,12 @@ class VerifyInputs(Buffers):
 
 @dataclass(frozen=True)
 class Verified(Buffers):
-    """What a program returns. names: what is in `packed`; logits and hidden, for drafters that learn from the target,
-    are None if there are none."""
+    """What a program returns. names: what is in `packed`; fed, logits and hidden, for drafters that learn from the
+    target, are None if there are none."""
 
     packed: Packed
     names: tuple[str, ...]
-    fed: Tensor
+    fed: Tensor | None = None
     logits: Tensor | None = None
     hidden: tuple[Tensor, ...] | None = None
 
@@ -133,7 +132,7 @@ class Verifier:
             tree = tree_pass(trees, [range(count) for count in counts], width, starts, device)
             layout = TreeLayout.of(trees, width, device)
         claims = self._claims(drafts)
-        numbers, draft = self._numbers(active, drafts, starts, counts, claims, width)
+        table = self._table(active, drafts, starts, counts, claims, width)
         reach = max(s + (c if tree is None else tree.region) for s, c in zip(starts, counts, strict=True))
         given, tree = self.runner.key(self.cache, self.shapes, width, reach, tree, hidden=self.watched)
         q = self._laws(claims, width)
@@ -142,10 +141,10 @@ class Verifier:
             given, limit, self.vocab_size, self.rule, self.sampling.signature, layout.levels if layout else 0,
             q is not None, all_claim, (self.record, self.top, self.logprobs),
         )  # fmt: skip
-        inputs = VerifyInputs(numbers, draft, q, tree, layout)
+        inputs = VerifyInputs(table, q, tree, layout)
         self.passes += 1
         verified = self._run(key, inputs, active, counts, trees)
-        if verified.logits is None:
+        if verified.logits is None or verified.fed is None:
             return verified, None
         return verified, PassOutput(verified.logits, verified.fed, starts, counts, 0, verified.hidden, tree)
 
@@ -183,36 +182,30 @@ class Verifier:
             parents[b] = chain if draft.parents is None else tuple(draft.parents)
         return [shape_of(p) for p in parents]
 
-    def _numbers(
+    def _table(
         self, active: Sequence[tuple[int, Row]], drafts: Mapping[int, Draft], starts: Sequence[int],
         counts: Sequence[int], claims: Mapping[int, Tensor], width: int,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """`VerifyInputs.numbers` and `.draft`: what the host knows in one transfer, then what only the device knows."""
-        host = np.zeros((self.batch, 8 + width), dtype=np.int64)
+    ) -> Tensor:  # fmt: skip
+        """`VerifyInputs.table`: what the host knows in one transfer, then what only the device knows."""
+        host = np.zeros((self.batch, DRAFT + width), dtype=np.int64)
         host[:, STARTS], host[:, COUNTS] = starts, counts
         for b, row in active:
-            host[b, LAST : DONE + 1] = row.last, row.key, row.size, row.accepted
+            host[b, LAST:TOTALS] = row.last, row.key, row.size, row.accepted
         on_device: dict[int, Tensor] = {}
         unread: dict[int, Tensor] = {}
         for b, draft in drafts.items():
-            host[b, TOTALS], host[b, CLAIMS] = len(draft), b in claims
+            host[b, TOTALS:DRAFT] = len(draft), b in claims
             if isinstance(draft.tokens, Tensor):
                 on_device[b] = draft.tokens if len(draft) <= width else draft.tokens[:width]
             else:
                 listed = self._checked(draft)[:width]
-                host[b, 8 : 8 + len(listed)] = listed
+                host[b, DRAFT : DRAFT + len(listed)] = listed
             if draft.length is not None:
                 unread[b] = draft.length[None]
         table = array_on(host, self.runner.device)
-        numbers, draft_ids = table[:, :8], table[:, 8:]
-        if on_device:
-            draft_ids = draft_ids.contiguous()
-            put_rows(draft_ids, on_device)
-        if unread:
-            totals = numbers[:, TOTALS].contiguous()
-            put_rows(totals[:, None], unread)
-            numbers[:, TOTALS] = totals
-        return numbers.T, draft_ids
+        put_rows(table, on_device, DRAFT)
+        put_rows(table, unread, TOTALS)
+        return table
 
     def _checked(self, draft: Draft) -> list[int]:
         ids = [int(t) for t in draft.tokens]
@@ -258,9 +251,9 @@ def verify(
     texts: History | None = None,
 ) -> Verified:  # fmt: skip
     """The program: from tensors alone, unless `texts` (completed here by the fed ids) names processors to call."""
-    outside = (inputs.draft < 0) | (inputs.draft >= key.vocab_size)
-    draft = inputs.draft.masked_fill(outside, 0)
-    numbers = inputs.numbers
+    numbers, draft = inputs.table[:, :DRAFT].T, inputs.table[:, DRAFT:]
+    outside = (draft < 0) | (draft >= key.vocab_size)
+    draft = draft.masked_fill(outside, 0)
     fed = torch.cat([numbers[LAST, :, None], draft[:, : key.given.width - 1]], dim=1)
     out = runner.forward(cache, key.given, PassInputs(fed, numbers[:LAST], inputs.tree))
     if texts is not None:
@@ -274,8 +267,8 @@ def verify(
         done=numbers[DONE], outside=outside,
     )  # fmt: skip
     wanted = _wanted(block, judge(block, key.rule), key)
-    seen = (out.logits, out.hidden) if key.given.hidden else (None, None)
-    return Verified(Packed.of(list(wanted.values())), tuple(wanted), fed, *seen)
+    seen = (fed, out.logits, out.hidden) if key.given.hidden else ()
+    return Verified(Packed.of(list(wanted.values())), tuple(wanted), *seen)
 
 
 def _wanted(block: Block, verdict: Verdict, key: VerifyKey) -> dict[str, Tensor]:
@@ -305,16 +298,17 @@ def _wanted(block: Block, verdict: Verdict, key: VerifyKey) -> dict[str, Tensor]
 FEW = 4  # rows that are copied one by one faster than by one write, which must be told where they go
 
 
-def put_rows(table: Tensor, rows: Mapping[int, Tensor]) -> None:
-    """table[b, : len(rows[b])] = rows[b] for every b; table [B, S, ...], contiguous, rows [n, ...] on any device."""
+def put_rows(table: Tensor, rows: Mapping[int, Tensor], column: int = 0) -> None:
+    """table[b, column : column + len(rows[b])] = rows[b] for every b; table [B, S, ...], contiguous, rows [n, ...] on
+    any device."""
     lengths = {b: row.shape[0] for b, row in rows.items()}
     if len(rows) <= FEW:
         for b, row in rows.items():
-            table[b, : lengths[b]].copy_(row, non_blocking=table.is_cuda)
+            table[b, column : column + lengths[b]].copy_(row, non_blocking=table.is_cuda)
     elif list(rows) == list(range(len(table))) and len(set(lengths.values())) == 1:
         together = moved(torch.stack(list(rows.values())), table.device)
-        table[:, : lengths[0]].copy_(together)
+        table[:, column : column + lengths[0]].copy_(together)
     else:
         flat = torch.cat([moved(row, table.device).to(table.dtype) for row in rows.values()])
-        places = np.concatenate([b * table.shape[1] + np.arange(n) for b, n in lengths.items()])
+        places = np.concatenate([b * table.shape[1] + column + np.arange(n) for b, n in lengths.items()])
         table.view(-1, *table.shape[2:]).index_copy_(0, array_on(places, table.device), flat)

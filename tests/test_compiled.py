@@ -18,8 +18,9 @@ from specdec.compiled import (
     Compiler,
     compiled_forward,
     keep_compiled_code,
-    layers_of,
+    parts_of,
 )
+from specdec.drafters.draft_core import _best
 from specdec.runner import Runner, Shapes
 from tests.helpers.recording import Rerun
 from tests.helpers.tiny import tiny_model
@@ -45,8 +46,8 @@ def compiled(model: Any, backend: Any = "aot_eager", **options: Any) -> Runner:
     return runner
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3", "mixtral"])
-def test_layers_share_one_compilation(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "rotations"), [("llama", 1), ("gemma3", 2), ("mixtral", 1)])
+def test_layers_share_one_compilation(kind: str, rotations: int) -> None:
     model = tiny_model(kind)
     counter = CompileCounterWithBackend("aot_eager")
     runner = compiled(model, counter)
@@ -56,7 +57,7 @@ def test_layers_share_one_compilation(kind: str) -> None:
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
     assert isinstance(runner.compiled, CompiledLayers)
     assert runner.compiled.compiler.whole
-    assert counter.frame_count == 2  # a layer, and the norm behind the last one
+    assert counter.frame_count == 3 + rotations  # a layer, the norm behind the last one, rotations, and masks
     assert [dict(vars(m)) for m in model.modules()] == before
 
 
@@ -66,7 +67,7 @@ def test_fused_layers_share_one_compilation() -> None:
     runner = compiled(copy.deepcopy(model), counter, fuse=True)
     for ours, theirs in zip(passes(runner), passes(Runner(model)), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
-    assert counter.frame_count == 2
+    assert counter.frame_count == 4
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
@@ -78,7 +79,7 @@ def test_hidden_states_are_the_models_and_cost_no_compilation(kind: str) -> None
     expected = passes(Runner(model), hidden=True)
     for ours, theirs in zip(passes(runner, hidden=True), expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
-    assert counter.frame_count == 2
+    assert counter.frame_count == 4
     assert runner.compiled.compiler.whole
 
 
@@ -89,7 +90,7 @@ def test_what_one_model_breaks_another_is_spared() -> None:
     passes(compiled(broken))
     counter = CompileCounterWithBackend("aot_eager")
     passes(compiled(tiny_model("llama"), counter))
-    assert counter.frame_count == 2
+    assert counter.frame_count == 4
 
 
 def test_a_model_whose_layers_are_not_found_is_compiled_as_a_whole_once_a_shape() -> None:
@@ -100,14 +101,31 @@ def test_a_model_whose_layers_are_not_found_is_compiled_as_a_whole_once_a_shape(
     for ours, theirs in zip(passes(runner), passes(Runner(model)), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
     assert runner.compiled.compiler.whole
-    assert counter.frame_count == 1
+    assert counter.frame_count == 2  # and the masks
 
 
 def test_a_layer_whose_forward_somebody_replaced_is_left_alone() -> None:
     model = tiny_model("llama")
-    assert len(layers_of(model, 3)[0]) == 3
+    parts = parts_of(model, 3)
+    assert parts is not None
+    assert [len(part) for part in parts] == [3, 1, 1]
     model.model.layers[1].forward = model.model.layers[1].forward
-    assert layers_of(model, 3) == ([], [])
+    assert parts_of(model, 3) is None
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope", "yarn"])
+def test_rotations_that_look_at_how_far_positions_go_are_not_compiled(kind: str) -> None:
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": 2.0, "rope_theta": 10000.0}
+    if kind == "longrope":
+        scaling |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 64}
+    model = tiny_model("llama", rope_parameters=scaling, head_dim=8)
+    parts = parts_of(model, 3)
+    assert parts is not None
+    assert len(parts.rotations) == (kind == "yarn")
+    runner = compiled(copy.deepcopy(model))
+    for ours, theirs in zip(passes(runner), passes(Runner(model)), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    assert runner.compiled.compiler.whole
 
 
 def test_a_layer_that_breaks_the_graph_is_compiled_in_parts(caplog: pytest.LogCaptureFixture) -> None:
@@ -135,19 +153,40 @@ def test_what_precedes_the_layers_is_compiled_too() -> None:
     model = tiny_model("gemma3")  # with masks for two kinds of layers
     counter = CompileCounterWithBackend("aot_eager")
     runner = compiled(copy.deepcopy(model))
-    runner.prepared = CompiledFunction(runner.prepare, Compiler("masks", "inductor", counter))
+    runner.compiled.compiler.backend = counter  # what is compiled later has it
     for ours, theirs in zip(passes(runner), passes(Runner(model)), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
     assert counter.frame_count == 1
-    assert runner.prepared.compiler.whole
+    assert runner.parts[runner.prepare].compiler.whole
 
 
 def test_compiled_decoding_writes_the_same_text() -> None:
     model = tiny_model("llama")
     expected = specdec.SpeculativeDecoder(model, check=False).generate([[1, 2, 3], [4, 5]], 12).token_ids
-    dec = specdec.SpeculativeDecoder(model, check=False)
-    dec.target = compiled(model, recorder=Rerun())
-    assert dec.generate([[1, 2, 3], [4, 5]], 12).token_ids == expected
+    dec = specdec.SpeculativeDecoder(model, copy.deepcopy(model), check=False)
+    dec.target, dec.draft = (compiled(m, recorder=Rerun()) for m in (model, dec.draft.model))
+    for strategies in ([], ["draft-model:n_max=3"], ["draft-model:n_max=4:p_min=0.1"]):
+        out = dec.generate([[1, 2, 3], [4, 5]], 12, strategies=strategies)
+        assert out.token_ids == expected
+    assert {f.__name__ for f in dec.draft.parts} == {"prepare", "_best", "_following"}
+    assert out.stats.accepted_tokens > 0
+
+
+@pytest.mark.parametrize("width", [7, 1024, 1025, 5000])
+def test_the_best_token_is_the_same_in_blocks(width: int) -> None:
+    """Ties, nothing but -inf, NaN and infinities included."""
+    torch.manual_seed(0)
+    logits = torch.randn(9, width).to(torch.bfloat16)
+    logits[1] = 0.0
+    logits[2] = float("-inf")
+    logits[3, width // 2] = float("nan")
+    logits[4, -1] = float("inf")
+    logits[5, : width - 1] = float("-inf")
+    logits[6, width // 3] = logits[6, -1] = 9.0
+    token, sound = CompiledFunction(_best, Compiler("best", "inductor", "aot_eager"))(logits)
+    expected = logits.float()
+    assert token.tolist() == expected.argmax(dim=-1).tolist() == _best(logits)[0].tolist()
+    assert sound.tolist() == expected.amax(dim=-1).isfinite().tolist() == _best(logits)[1].tolist()
 
 
 def test_compiled_code_is_kept_for_later_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from specdec.buffers import Buffers
 from specdec.drafters.base import Draft, DraftRequest, RowSampling, Tokens, as_array, pad_vocabulary, proposal_law
@@ -23,9 +24,10 @@ from specdec.runner import Runner, Shapes, to_device
 from specdec.sampling import History, Purpose, race, streams
 from specdec.trees import Columns, Shape, array_on, moves, tree_pass
 
+BLOCK = 1024  # ids whose best is found by one processor of a GPU
 CATCH_UP = 16  # a longer gap is prefilled row by row; a shorter one rides in the first draft pass
-# Rows of `StepInputs.numbers`.
-STARTS, COUNTS, KEYS, POSITIONS = range(4)
+# Columns of `StepInputs.table`; the tokens to catch up with follow.
+STARTS, COUNTS, KEYS, POSITIONS, TOKENS = range(5)
 
 
 class Stops(NamedTuple):
@@ -64,24 +66,32 @@ class StepsKey(NamedTuple):
 
 @dataclass(frozen=True)
 class StepInputs(Buffers):
-    """numbers [4, B] (STARTS ... POSITIONS, that of the first drafted token); tokens [B, W] to catch up with."""
+    """table [B, 4 + W]: STARTS ... POSITIONS (that of the first drafted token), and tokens to catch up with."""
 
-    numbers: Tensor
-    tokens: Tensor
+    table: Tensor
+
+    @property
+    def numbers(self) -> Tensor:
+        """[4, B]"""
+        return self.table[:, :TOKENS].T
+
+    @property
+    def tokens(self) -> Tensor:
+        """[B, W]"""
+        return self.table[:, TOKENS:]
 
 
 @dataclass(frozen=True)
 class Proposal(Buffers):
-    """tokens [B, k], lengths [B], q [B, k, V] or None, all on the device; may_stop: lengths can be below k."""
+    """tokens [B, k], lengths [B] or None where all drafts have k, q [B, k, V] or None, all on the device."""
 
     tokens: Tensor
-    lengths: Tensor
+    lengths: Tensor | None
     q: Tensor | None
-    may_stop: bool
 
     def draft(self, row: int, limit: int, name: str) -> Draft:
         q = None if self.q is None else self.q[row]
-        length = self.lengths[row] if self.may_stop else None
+        length = None if self.lengths is None else self.lengths[row]
         return Draft(self.tokens[row], None, q, name, length).truncated(limit)
 
 
@@ -214,15 +224,14 @@ class DraftCore:
         sampling = requests[0].sampling
         drawn, purpose = sampling is not None and sampling.drawn, Purpose.DRAFT
         tokens, starts, counts = self.feed(requests)
-        host = np.zeros((self.batch, 4 + tokens.shape[1]), dtype=np.int64)
-        host[:, STARTS], host[:, COUNTS], host[:, 4:] = starts, counts, tokens
+        host = np.zeros((self.batch, TOKENS + tokens.shape[1]), dtype=np.int64)
+        host[:, STARTS], host[:, COUNTS], host[:, TOKENS:] = starts, counts, tokens
         for r in requests:
             if drawn:
                 assert r.noise is not None and r.sampling is not None
                 host[r.row, KEYS], purpose = r.sampling.streams(r.noise)
             host[r.row, POSITIONS] = len(r.tokens) + 1
-        table = array_on(host, self.runner.device)
-        inputs = StepInputs(table[:, :4].T, table[:, 4:])
+        inputs = StepInputs(array_on(host, self.runner.device))
         reach = max(s + c for s, c in zip(starts, counts, strict=True)) + k - 1
         first, _ = self.runner.key(self.cache, self.shapes, tokens.shape[1], min(reach, self.capacity))
         pipeline = None if sampling is None else sampling.sampling
@@ -246,39 +255,43 @@ class DraftCore:
         length, rows = numbers[STARTS] + numbers[COUNTS], torch.arange(self.batch, device=runner.device)
         out = runner.forward(self.cache, key.first, PassInputs(inputs.tokens, numbers[:KEYS]))
         logits = out.logits[rows, (numbers[COUNTS] - 1).clamp(min=0)]  # [B, V_draft]
-        alive = torch.ones(self.batch, dtype=torch.bool, device=runner.device)
         tokens: list[Tensor] = []
         lives: list[Tensor] = []
         laws: list[Tensor] = []
         for i in range(key.steps):
             logits = pad_vocabulary(logits, key.vocab_size)
             history = texts.history(tokens, self.batch) if texts else None
-            scores = logits.float() if sampling is None else sampling.sampling.scores(logits[:, None], history)[:, 0]
-            # A broken draft proposes nothing; the target is unharmed.
-            alive = alive & _goes_on(key, logits, i) & scores.amax(dim=-1).isfinite()
-            if key.drawn:
-                laws.append(proposal_law(scores))
-                stream = streams(numbers[KEYS], numbers[POSITIONS] + i, key.purpose)
-                tokens.append(race(laws[-1], stream))
-            else:
-                tokens.append(scores.argmax(dim=-1))
-            lives.append(alive)
-            if i + 1 == key.steps or (key.p_min and self._nobody(alive, requests)):
+            token, sound, law = self._choose(key, sampling, logits, history, numbers, i)
+            tokens.append(token)
+            laws += [law] if law is not None else []
+            if key.p_min:
+                # A broken draft proposes nothing; without p_min it proposes what will be rejected.
+                alive = sound & _goes_on(key, logits, i)
+                lives.append(alive & lives[-1] if lives else alive)
+            if i + 1 == key.steps or (lives and self._nobody(lives[-1], requests)):
                 break
-            logits = self._next(key.first, tokens[-1], length + i, numbers[COUNTS] > 0)
-        lengths = torch.stack(lives).sum(dim=0)
-        if not key.drawn and key.n_min:
+            fed = runner.part(_following)(token, length + i, numbers[COUNTS], self.capacity, self.shapes.width(1))
+            again = key.first._replace(width=fed[0].shape[1])
+            logits = runner.forward(self.cache, again, PassInputs(*fed)).logits[:, 0]
+        lengths = torch.stack(lives).sum(dim=0) if lives else None
+        if lengths is not None and not key.drawn and key.n_min:
             lengths = torch.where(lengths < key.n_min, 0, lengths)
-        q = torch.stack(laws, dim=1) if key.drawn else None
-        return Proposal(torch.stack(tokens, dim=1), lengths, q, bool(key.p_min))
+        return Proposal(torch.stack(tokens, dim=1), lengths, torch.stack(laws, dim=1) if laws else None)
 
-    def _next(self, first: PassKey, tokens: Tensor, slots: Tensor, active: Tensor) -> Tensor:
-        """Feed one drafted token [B] a row at `slots` [B]; logits [B, V_draft]. Rows without room sit out."""
-        fits = active & (slots < self.capacity)
-        width = self.shapes.width(1)
-        layout = torch.stack([torch.where(fits, slots, 0), fits.long()])
-        padded = torch.nn.functional.pad(tokens[:, None], (0, width - 1))
-        return self.runner.forward(self.cache, first._replace(width=width), PassInputs(padded, layout)).logits[:, 0]
+    def _choose(
+        self, key: StepsKey, sampling: RowSampling | None, logits: Tensor, history: History | None, numbers: Tensor,
+        i: int,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+        """The i-th token [B] from logits [B, V], whether there was anything to choose, and the law if it was drawn."""
+        if history is None and (sampling is None or sampling.sampling.greedy):
+            return *self.runner.part(_best)(logits), None
+        assert sampling is not None
+        scores = sampling.sampling.scores(logits[:, None], history)[:, 0]
+        sound = scores.amax(dim=-1).isfinite()
+        if not key.drawn:
+            return scores.argmax(dim=-1), sound, None
+        law = proposal_law(scores)
+        return race(law, streams(numbers[KEYS], numbers[POSITIONS] + i, key.purpose)), sound, law
 
     def _nobody(self, alive: Tensor, requests: Sequence[DraftRequest]) -> bool:
         """Whether every row has stopped. Only asked where looking costs no transfer and nothing is recorded."""
@@ -310,7 +323,29 @@ class DraftCore:
 
 def _goes_on(key: StepsKey, logits: Tensor, i: int) -> Tensor | bool:
     """Whether position i is proposed: from q_i before anything is drawn, never from the drawn token."""
-    if not key.p_min or (key.drawn and i < key.n_min):
+    if key.drawn and i < key.n_min:
         return True
     best = logits.float() if key.top_n is None else logits.float().topk(min(key.top_n, logits.shape[-1])).values
     return torch.softmax(best, dim=-1).amax(dim=-1) >= key.p_min
+
+
+def _best(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The first greatest of logits [B, V], and whether it is finite. A NaN counts as the greatest."""
+    if not torch.compiler.is_compiling():
+        token = logits.argmax(dim=-1)
+        return token, logits.gather(-1, token[:, None])[:, 0].isfinite()
+    # The compiler gives a whole row to one processor: blocks of it first, then the best of them.
+    width = logits.shape[-1]
+    blocks = F.pad(logits, (0, -width % BLOCK), value=float("-inf")).reshape(len(logits), -1, BLOCK)
+    values, places = blocks.max(dim=-1)
+    block = values.argmax(dim=-1, keepdim=True)
+    token = (block * BLOCK + places.gather(-1, block))[:, 0]
+    return token, values.amax(dim=-1).isfinite()
+
+
+def _following(token: Tensor, slots: Tensor, counts: Tensor, capacity: int, width: int) -> tuple[Tensor, Tensor]:
+    """(tokens [B, width], layout [2, B]) of the pass that feeds one drafted token [B] a row at `slots` [B]. Rows
+    without room, and those that take no part in the round (counts [B] = 0), sit out."""
+    fits = (counts > 0) & (slots < capacity)
+    layout = torch.stack([torch.where(fits, slots, 0), fits.long()])
+    return F.pad(token[:, None], (0, width - 1)), layout
