@@ -57,9 +57,11 @@ class Compiler:
 
     def __init__(self, name: str, mode: str, backend: str = "inductor"):
         self.name, self.backend = name, backend
-        # Kernels are tuned one by one, and products with one row become such kernels. Trials between matrix kernels
-        # ("max-autotune") are left out: they chose slower ones for 8 rows (docs/speed.md).
-        self.options: dict[str, Any] | None = {"coordinate_descent_tuning": True} if mode == "max" else None
+        self.options: dict[str, Any] | None = None
+        if mode == "max":
+            from specdec.row_sums import RowSums  # the compiler, which takes a second to import
+
+            self.options = {"post_grad_custom_pre_pass": RowSums()}
         self.whole = True
         keep_compiled_code()
 

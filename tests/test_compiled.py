@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import specdec
 from specdec.compiled import (
@@ -21,6 +22,7 @@ from specdec.compiled import (
     parts_of,
 )
 from specdec.drafters.draft_core import _best
+from specdec.row_sums import RowSums
 from specdec.runner import Runner, Shapes
 from tests.helpers.recording import Rerun
 from tests.helpers.tiny import tiny_model
@@ -200,3 +202,19 @@ def test_compiled_code_is_kept_for_later_processes(monkeypatch: pytest.MonkeyPat
     report = compiled(runner.model, "eager").compile_report(runner.recorded)["cache"]
     assert report["found"] >= 0
     assert report["compiled"] >= 0
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_of_one_row_become_sums(bias: bool) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(24, 40, bias=bias)
+    for rows, kept in ((1, 0), (2, 1)):
+        x = torch.randn(1, rows, 24)
+        graph = make_fx(lambda given: layer(given), tracing_mode="fake", _allow_non_fake_inputs=True)(x)
+        RowSums()(graph.graph)
+        graph.recompile()
+        graph.graph.lint()
+        torch.testing.assert_close(graph(x), layer(x))
+        products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        assert sum(node.target in products for node in graph.graph.nodes) == kept
+    assert Compiler("", "max").options["post_grad_custom_pre_pass"].uuid() == RowSums().uuid()
