@@ -25,10 +25,11 @@ from specdec.research.bench.config import BenchConfig, DataChoice, ModelChoice, 
 from specdec.research.bench.contenders import make_contender
 from specdec.research.bench.contenders.base import until_end
 from specdec.research.bench.contenders.hf import left_padded
-from specdec.research.bench.pair import Pair, bytes_read, items, long_rows, parameter_bytes
+from specdec.research.bench.pair import Pair, bytes_read, items, long_rows, parameter_bytes, placed
 from specdec.research.bench.scenario import ScenarioRun
 from specdec.research.datasets import load_prompts
 from specdec.research.inflate import coarsen
+from tests.helpers.tiny import tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = sorted((ROOT / "configs").glob("bench_*.yaml"))
@@ -277,6 +278,10 @@ def test_kernels_belong_to_the_part_that_launched_them() -> None:
     assert found["idle_share"] == pytest.approx(20 / 80)
     assert found["outside_models_share"] == pytest.approx(1 - 50 / 80)
     assert found["launches"] == 3 / 2
+    assert found["by_kernel"]["draft model"] == [
+        {"kernel": "a", "count": 0.5, "us": 10.0}, {"kernel": "b", "count": 0.5, "us": 10.0},
+    ]  # fmt: skip
+    assert [row["kernel"] for row in found["by_kernel"]["acceptance"]] == ["e"]
     assert found["host_waits_ms"] == pytest.approx(20 / 2e3)
 
 
@@ -344,3 +349,11 @@ def test_other_implementations_write_plain_decodings_ids(pair: Pair, options: di
     assert output.token_ids == plain.run(call.prompts, 12, True).token_ids
     if options.get("technique") != "plain" and output.figures:
         assert output.figures["accepted_tokens"] <= output.figures["draft_tokens"]
+
+
+def test_placing_a_model_rounds_its_weights_and_not_its_buffers() -> None:
+    model = tiny_model("llama")
+    frequencies = model.model.rotary_emb.inv_freq.clone()
+    moved = placed(model, torch.device("cpu"), torch.bfloat16)
+    assert {p.dtype for p in moved.parameters()} == {torch.bfloat16} == {moved.dtype}
+    assert torch.equal(moved.model.rotary_emb.inv_freq, frequencies)

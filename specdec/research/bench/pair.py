@@ -26,6 +26,14 @@ SMOLLM2 = "smollm2-135m"
 SMOLLM2_VARIABLE = "SPECDEC_SMOLLM2"
 
 
+def placed(model: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """The model on `device`, its parameters in `dtype`. Buffers keep theirs, as in `from_pretrained`: frequencies of
+    rotations rounded to bfloat16 are other positions."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(device, dtype)
+    return model.to(device)
+
+
 @dataclass
 class Pair:
     """Target and draft on the device, tokenizer, and decoders of them. Contenders leave the models as they are."""
@@ -55,10 +63,11 @@ class Pair:
         )  # fmt: skip
         draft = loaded.draft if choice.coarsen is None else coarsen(loaded.target, choice.coarsen)
         if sizes is None:
-            target = loaded.target.to(device, dtype)
+            target = placed(loaded.target, device, dtype)
         else:
             target = inflate(loaded.target, **asdict(sizes), dtype=dtype, device=device)
-        return Pair(target.eval(), draft.to(device, dtype).eval(), loaded.tokenizer, device, dtype)
+        draft = placed(draft, device, dtype)
+        return Pair(target.eval(), draft.eval(), loaded.tokenizer, device, dtype)
 
     def decoder(
         self, compile: str, draft_compile: str | None, exact: Any, fuse: bool = False

@@ -30,6 +30,7 @@ SPAN = MARK + "rounds"
 MODELS = ("draft model", "verify model", "draft graph", "verify graph")
 PARTS = (*MODELS, "drafting", "acceptance", "read", "commit", "between")
 KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
+SHOWN = 12  # kernels of a part that are listed by name, those that take most first
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 
 
@@ -98,13 +99,15 @@ class Mark:
     part: str
     start: float
     end: float
+    name: str = ""
 
 
 def table(traced: Sequence[dict[str, Any]], rounds: int, on_gpu: bool) -> dict[str, Any]:
     """Milliseconds, share of the span and kernels (host: calls) a round, by part.
 
     From `events`: on a GPU `parts` are device time and `idle` is what they leave of the span, which reaches from the
-    first kernel to the last; `host_waits` is time in synchronising calls. On a CPU parts are host time.
+    first kernel to the last; `host_waits` is time in synchronising calls; `by_kernel`: of each part, what takes most.
+    On a CPU parts are host time.
     """
     marks = _marks(traced)
     span = next(m for m in marks if m.part == "rounds")
@@ -131,6 +134,7 @@ def table(traced: Sequence[dict[str, Any]], rounds: int, on_gpu: bool) -> dict[s
         "idle_ms": (whole - busy) / 1e3 / rounds, "idle_share": 1 - busy / whole,
         "outside_models_share": 1 - models / whole, "kernels": len(kernels) / rounds, "launches": launches / rounds,
         "host_ms": (span.end - span.start - waits) / 1e3 / rounds, "host_waits_ms": waits / 1e3 / rounds,
+        "by_kernel": _by_kernel(kernels, rounds),
     }  # fmt: skip
 
 
@@ -156,7 +160,21 @@ def _kernels(traced: Sequence[dict[str, Any]], parts: Sequence[Mark], span: Mark
             launched[event.get("args", {}).get("correlation")] = event["ts"]
     names = {c: _innermost(parts, at) for c, at in launched.items()}
     ran = [e for e in traced if e.get("cat") in KERNELS and e.get("args", {}).get("correlation") in launched]
-    return [Mark(names[e["args"]["correlation"]], e["ts"], e["ts"] + e["dur"]) for e in ran]
+    return [Mark(names[e["args"]["correlation"]], e["ts"], e["ts"] + e["dur"], e["name"]) for e in ran]
+
+
+def _by_kernel(kernels: Sequence[Mark], rounds: int) -> dict[str, list[dict[str, Any]]]:
+    """Of each part the SHOWN kernels that take most time a round: name, how often, microseconds each."""
+    spent, counts = defaultdict[tuple[str, str], float](float), Counter[tuple[str, str]]()
+    for kernel in kernels:
+        spent[kernel.part, kernel.name] += kernel.end - kernel.start
+        counts[kernel.part, kernel.name] += 1
+    listed: dict[str, list[dict[str, Any]]] = {}
+    for part, name in sorted(spent, key=lambda k: -spent[k]):
+        rows, count = listed.setdefault(part, []), counts[part, name]
+        if len(rows) < SHOWN:
+            rows.append({"kernel": name[:120], "count": count / rounds, "us": spent[part, name] / count})
+    return listed
 
 
 def _host_times(parts: Sequence[Mark], span: Mark) -> tuple[dict[str, float], Counter[str]]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 NOT_MEASURED = "Not measured yet."
+LISTED = 5  # kernels of a part of a round
 
 
 def headline(results: Sequence[Mapping[str, Any]]) -> str:
@@ -116,7 +117,13 @@ def _profile(item: tuple[str, Mapping[str, Any]]) -> str:
     rows = [[p, figure(r["ms"], 3), f"{r['share']:.1%}", f"{r['count']:.0f}"] for p, r in profile["parts"].items()]
     if on_gpu:
         rows.append(["idle", figure(profile["idle_ms"], 3), f"{profile['idle_share']:.1%}", "-"])
-    return markdown(heads, [*rows, ["all", figure(profile["span_ms"], 3), "100.0%", "-"]])
+    made = markdown(heads, [*rows, ["all", figure(profile["span_ms"], 3), "100.0%", "-"]])
+    listed = [
+        [part, f"`{row['kernel'][:60]}`", f"{row['count']:.0f}", figure(row["us"], 1)]
+        for part, kernels in profile.get("by_kernel", {}).items()
+        for row in kernels[:LISTED]
+    ]
+    return "\n\n".join([made, markdown(("part", "kernel", "a round", "us each"), listed)] if listed else [made])
 
 
 def _targets(targets: Mapping[str, Any]) -> str:
