@@ -51,7 +51,7 @@ LENGTH = ROOT / "docs" / "automatic_length.md"
 LENGTH_RESULTS = [ROOT / "results" / f"auto_length_{name}.json" for name in ("simulated", "cpu")]
 SPEED = ROOT / "docs" / "speed.md"
 SPEED_RESULTS = ROOT / "results" / "graphs_h100.json"
-BENCHMARKS = [ROOT / "results" / f"{name}.json" for name in ("bench_h100", "bench_cpu")]
+BENCHMARKS = [ROOT / "results" / f"{name}.json" for name in ("bench_h100", "bench_h100_all", "bench_cpu")]
 BENCHMARK = ROOT / "docs" / "benchmarks.md"
 START, END = "<!-- results:start -->", "<!-- results:end -->"
 TITLES = {
@@ -290,7 +290,9 @@ def documents() -> dict[Path, str]:
     """Every document with results, as it must read."""
     found = [json.loads(path.read_text(encoding="utf-8")) for path in EXACTNESS_RESULTS if path.is_file()]
     made = {EXACTNESS: exactness_block(found)}
-    benchmarks = [json.loads(path.read_text(encoding="utf-8")) for path in BENCHMARKS if path.is_file()]
+    benchmarks = [
+        {**json.loads(path.read_text(encoding="utf-8")), "file": path.stem} for path in BENCHMARKS if path.is_file()
+    ]
     made[BENCHMARK] = report.blocks(benchmarks)
     if RESULTS.is_file():
         smoke = block(json.loads(RESULTS.read_text(encoding="utf-8")))

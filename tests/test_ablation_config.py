@@ -159,6 +159,7 @@ def test_what_needs_no_model_to_be_wrong_is_refused_when_the_config_is_read(
         ({"generation": {"temperature": 0.5}, "axes": {"temperature": [0.0]}}, ("axes.temperature", "generation")),
         ({"pairs": {"p": {"target": "t", "dtype": "auto"}}, "axes": {"dtype": ["float16"]}}, ("axes.dtype", "pairs.p")),
         ({"strategies": {"x": ["prompt-lookup:n_max=7"]}, "axes": {"k": [1]}}, ("axes.k", "strategies.x", "n_max=7")),
+        ({"axes": {"temperature": [0, 0.5, 0.0]}}, ("axes.temperature", "0 and 0.0", "same")),
         ({"axes": {"k": [1], "prompt-lookup.n_max": [2]}}, ("axes", "k", "prompt-lookup.n_max")),
         ({"cells": [{"strategies": "x", "k": 1, "prompt-lookup.n_max": 2}]}, ("cells.0", "k", "prompt-lookup.n_max")),
         ({"axes": {"suffix.n_max": [1]}}, ("axes.suffix.n_max", "no effect")),

@@ -38,6 +38,15 @@ def of_strategies(axis: str) -> bool:
     return axis in SHORTHANDS or "." in axis
 
 
+def check_twice(config: AblationConfig) -> None:
+    """Raise SpecdecError for an axis that has a value twice, as 0 and 0.0: all of its cells would run twice."""
+    for axis, values in config.axes.items():
+        for i, value in enumerate(values):
+            alike = [v for v in values[:i] if v == value and isinstance(v, bool) == isinstance(value, bool)]
+            if alike:
+                raise SpecdecError(f"axes.{axis} has {alike[0]!r} and {value!r}, which are the same")
+
+
 def check_shadows(config: AblationConfig) -> None:
     """Raise SpecdecError where one key leaves another without effect."""
     if config.prompts is not None and config.data.chosen:

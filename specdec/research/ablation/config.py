@@ -28,7 +28,7 @@ from specdec.checks import check_chain, check_generation, check_loading
 from specdec.config import PairConfig, check_whole, from_dict, load_yaml, unknown_name
 from specdec.drafters import STRATEGIES, make_drafters, parse_strategy
 from specdec.errors import SpecdecError
-from specdec.research.ablation.axes import GENERATION, LOADING, SHORTHANDS, check_shadows, hits, parameters
+from specdec.research.ablation.axes import GENERATION, LOADING, SHORTHANDS, check_shadows, check_twice, hits, parameters
 from specdec.research.demo import comparable
 from specdec.texts import is_unicode
 
@@ -161,6 +161,7 @@ class AblationConfig:
                 raise SpecdecError(f"ablation: {name} must be a list, got {value!r}")
         self._check_parts()
         self._check_values()
+        check_twice(self)
         check_shadows(self)
         self._check_cells()
 

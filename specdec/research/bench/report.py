@@ -56,7 +56,7 @@ def _modes(result: Mapping[str, Any]) -> str:
 
 def _block(result: Mapping[str, Any]) -> str:
     reference = result["config"]["reference"]
-    parts = [f"### {result['name']}", made_with(result)]
+    parts = [f"### {result.get('file', result['name'])}", made_with(result)]
     for name, scenario in result["scenarios"].items():
         parts += [_speeds(name, scenario, reference), _theory(name, scenario)]
     parts += [_passes(result["passes"]), *map(_profile, result["profile"].items()), _targets(result.get("targets", {}))]
