@@ -225,9 +225,7 @@ def ablation_block(result: dict[str, Any]) -> str:
     """The Markdown of the runner's cost."""
     runner, machine = result["runner"], result["machine"]
     equal = result["rows_compared"] - result["rows_differing"]
-    beside = result.get("reading_seconds", 0.0) + result["merge_seconds"]
-    parts = (runner["load"], runner["wall"] - runner["load"] - runner["decode"], beside)
-    loading, between, merging = (seconds / runner["decode"] for seconds in parts)
+    loading, between, merging = (result["parts"][n] for n in ("loading", "between_cells", "config_and_merge"))
     return (
         f"Measured by `scripts/measure_ablation.py` on {result['date']}: {machine['processor']}, {machine['threads']} "
         f"threads. {result['rows']:,} of {result['cells']:,} cells of the embedded pair, one prompt and "
