@@ -76,9 +76,12 @@ class Compiler:
 
     def run(self, call: Callable[[], Any], again: Callable[[], None]) -> Any:
         """What `call` makes with compiled functions. Where dynamo cannot trace it whole, parts are allowed from then
-        on: `again` compiles anew, and it is called once more."""
+        on: `again` compiles anew, and it is called once more. So it is where there are too many shapes."""
         with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT, accumulated_recompile_limit=RECOMPILE_LIMIT):
             try:
+                return call()
+            except torch._dynamo.exc.FailOnRecompileLimitHit:
+                again()  # new code, of which dynamo has compiled nothing yet
                 return call()
             except torch._dynamo.exc.Unsupported as error:
                 if not self.whole:
@@ -217,7 +220,7 @@ def _is_fixed_rotation(module: nn.Module) -> bool:
     they cannot be traced."""
     kinds = getattr(module, "rope_type", None)
     kinds = list(kinds.values()) if isinstance(kinds, dict) else [kinds]
-    return all(isinstance(kind, str) and "dynamic" not in kind and kind != "longrope" for kind in kinds)
+    return bool(kinds) and all(isinstance(k, str) and "dynamic" not in k and k != "longrope" for k in kinds)
 
 
 def compiled_forward(model: Any, config: Any, mode: str, backend: str = "inductor") -> Forward:

@@ -140,10 +140,11 @@ class CudaRecorder:
     """CUDA graphs of one model, which share one pool of memory: they never run at the same time, and what they
     return is copied before the next one runs.
 
-    They are recorded on a stream where nothing else has ever run. cuBLAS then takes the workspace of that stream from
+    They are recorded on a stream of their own. cuBLAS takes the workspace of a stream where nothing has run yet from
     their pool, where it stays as long as they do. A workspace that was there before is freed when anybody clears
     those of the process, as torch.compile does before it records graphs of its own, and the next replay would write
-    to memory that is somebody else's by then.
+    to memory that is somebody else's by then. (torch has 32 streams a device, which it hands out in turns: a process
+    that takes many more can get one that has run.)
     """
 
     def __init__(self, device: torch.device):

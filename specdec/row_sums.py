@@ -24,7 +24,8 @@ class RowSums(CustomGraphPass):
             if node.op != "call_function" or node.target not in (aten.mm.default, aten.addmm.default):
                 continue
             x, weight = node.args[-2:]
-            if x.meta["val"].shape[0] == 1 and (node.target is aten.mm.default or not node.kwargs):
+            value = x.meta["val"]
+            if value.shape[0] == 1 and value.is_floating_point() and not node.kwargs:
                 _replace(graph, node, x, weight)
 
     def uuid(self) -> Any:

@@ -162,6 +162,17 @@ def test_calls_of_other_lengths_share_a_cache_and_its_passes() -> None:
     assert out.provenance["compile"]["target"]["captured"] == 0
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_a_program_of_a_short_call_serves_a_longer_one(kind: str) -> None:
+    """What a program takes for the end of a row must not be the end of the call that it was recorded in."""
+    eager, recorded = decoder(kind=kind), decoder(Rerun, kind)
+    for prompt, length in (([3, 1, 4], 8), ([2, 7, 1, 8] * 4, 40), ([3, 1, 4], 8)):
+        out, expected = (d.generate([prompt], length, **CALLS["draft-model"]) for d in (recorded, eager))
+        assert out.token_ids == expected.token_ids
+        assert out.stats.accepted_tokens == expected.stats.accepted_tokens
+    assert recorded.draft.graphs.recorder.replays > 0
+
+
 def test_chunks_of_prompts_are_recorded_when_they_come_again() -> None:
     """Most of them never do. Here lengths share a width, and each row has recordings of its own."""
     prompts = [[(7 * i + row) % 100 for i in range(31 + row)] for row in range(3)]

@@ -255,6 +255,8 @@ class DraftCore:
         length, rows = numbers[STARTS] + numbers[COUNTS], torch.arange(self.batch, device=runner.device)
         out = runner.forward(self.cache, key.first, PassInputs(inputs.tokens, numbers[:KEYS]))
         logits = out.logits[rows, (numbers[COUNTS] - 1).clamp(min=0)]  # [B, V_draft]
+        # Not this call's own capacity: the program stays with the cache, for calls that need more of it.
+        end = min(self.cache.capacity, runner.context)
         tokens: list[Tensor] = []
         lives: list[Tensor] = []
         laws: list[Tensor] = []
@@ -270,7 +272,7 @@ class DraftCore:
                 lives.append(alive & lives[-1] if lives else alive)
             if i + 1 == key.steps or (lives and self._nobody(lives[-1], requests)):
                 break
-            fed = runner.part(_following)(token, length + i, numbers[COUNTS], self.capacity, self.shapes.width(1))
+            fed = runner.part(_following)(token, length + i, numbers[COUNTS], end, self.shapes.width(1))
             again = key.first._replace(width=fed[0].shape[1])
             logits = runner.forward(self.cache, again, PassInputs(*fed)).logits[:, 0]
         lengths = torch.stack(lives).sum(dim=0) if lives else None
@@ -343,9 +345,9 @@ def _best(logits: Tensor) -> tuple[Tensor, Tensor]:
     return token, values.amax(dim=-1).isfinite()
 
 
-def _following(token: Tensor, slots: Tensor, counts: Tensor, capacity: int, width: int) -> tuple[Tensor, Tensor]:
-    """(tokens [B, width], layout [2, B]) of the pass that feeds one drafted token [B] a row at `slots` [B]. Rows
-    without room, and those that take no part in the round (counts [B] = 0), sit out."""
-    fits = (counts > 0) & (slots < capacity)
+def _following(token: Tensor, slots: Tensor, counts: Tensor, end: int, width: int) -> tuple[Tensor, Tensor]:
+    """(tokens [B, width], layout [2, B]) of the pass that feeds one drafted token [B] a row at `slots` [B]. Rows that
+    have come to the `end`, and those that take no part in the round (counts [B] = 0), sit out."""
+    fits = (counts > 0) & (slots < end)
     layout = torch.stack([torch.where(fits, slots, 0), fits.long()])
     return F.pad(token[:, None], (0, width - 1)), layout
