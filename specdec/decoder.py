@@ -19,8 +19,9 @@ from specdec.kv_cache import KeptRows
 from specdec.loading import LoadedPair, check_is_model, check_model_kind, check_modules, self_test
 from specdec.prompts import TextStream, chat_rows, encode_prompts
 from specdec.provenance import WeightHash, hash_template
+from specdec.reader import HostReader
 from specdec.result import Generation, Round
-from specdec.runner import HostReader, Runner
+from specdec.runner import Runner
 
 
 class SpeculativeDecoder:

@@ -6,7 +6,8 @@ Data flow of a pass, for the B slots of the batch:
             prompt has in common with one's own is copied
     draft   rows without an open draft ask the chain; every row now has a draft, perhaps an empty one
     verify  the target sees [newest token, draft ...] of every row in one pass, and the acceptance rule says on the
-            device how many drafted tokens stand, and which token follows (verification.py); one host read
+            device how many drafted tokens stand, and which token follows (verification.py); where a strategy needs no
+            more than that, it starts the next drafts behind the pass (drafters/draft_ahead.py); one host read
     commit  rows take their tokens, stop where a stop falls; trimming = the row's size, nothing is copied, but for
             accepted paths of trees, whose slots move to where a chain would have them
 
@@ -41,7 +42,7 @@ from specdec.runner import to_device
 from specdec.sampling import fold_int
 from specdec.stats import Stats, Times
 from specdec.trees import moves
-from specdec.verification import Facts, Verifier
+from specdec.verification import Facts, Verified, Verifier
 
 NOTHING = np.zeros(0, dtype=np.int64)  # the text of a slot that holds no row worth keeping
 SHORT = 16  # tokens: looking for a common beginning of less costs more than it saves
@@ -65,6 +66,7 @@ class Engine:
         self.slots: list[Row | None] = [None] * self.batch
         self.clock = Clock(self.runner.device)
         self.prefills: list[tuple[Any, Any]] = []  # marks around those of this pass
+        self.ahead: list[tuple[str, Any, Any]] = []  # the span of drafts that were started before this pass
 
     def run(self) -> Iterator[list[Round]]:
         """Run to the end; one list of rounds a pass (empty unless `record`)."""
@@ -76,12 +78,15 @@ class Engine:
             if output is not None:
                 self.chain.observe(output)
             judged = self.clock.mark()
+            ahead = self.look_ahead(active, verified)
             self.clock.settle(self.times)  # the passes before; the device is busy with this one meanwhile
             facts = self.verifier.read(verified)
-            spans = [("draft", started, drafted), ("verify", drafted, judged)]
+            spans = [("draft", started, drafted), ("verify", drafted, judged), *self.ahead]
             self.clock.noted += spans + [("prefill", *marks) for marks in self.prefills]
-            self.prefills = []
-            took = {phase: self.clock.span(*marks) for phase, *marks in spans} if self.record else {}
+            self.prefills, self.ahead = [], ahead
+            took = dict.fromkeys(("draft", "verify"), 0.0)
+            for phase, *marks in spans if self.record else ():
+                took[phase] += self.clock.span(*marks)
             yield self.commit(active, facts, took)
 
     # -- admit ---------------------------------------------------------------------------------------------------
@@ -149,6 +154,18 @@ class Engine:
             sampling=RowSampling(self.sampling, self.rule.proposal, row.processors),
             noise=RowNoise(row.key, fold_int(row.key, row.rounds)),
         )
+
+    def look_ahead(self, active: Sequence[tuple[int, Row]], verified: Verified) -> list[tuple[str, Any, Any]]:
+        """Start the drafts after those that are being verified, where that needs no look at what becomes of them.
+        Returns their span in time."""
+        drafts = [row.pending for _, row in active if row.pending is not None]
+        chunked = any(not 0 < len(draft) < self.shapes.verify_width for draft in drafts)
+        if chunked or not self.chain.looks_ahead:
+            return []
+        started = self.clock.mark()
+        requests = [self._request(b, row) for b, row in active]
+        went = self.chain.look_ahead(requests, verified.on_device("accepted"), verified.on_device("token"))
+        return [("draft", started, self.clock.mark())] if went else []
 
     # -- commit --------------------------------------------------------------------------------------------------
 

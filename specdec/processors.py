@@ -17,10 +17,10 @@ from torch import Tensor
 from transformers.generation import logits_process as hf
 
 from specdec.constraints import PrefixStates
-from specdec.device import sent
+from specdec.device import sent, sync_allowed
 from specdec.errors import SpecdecError
 from specdec.prefixes import History, Prefixes
-from specdec.runner import sync_allowed, to_device
+from specdec.runner import to_device
 
 
 class RowProcessors(list[Any]):

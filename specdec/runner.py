@@ -15,7 +15,6 @@ same kernels in the same order, whatever else is in the pass (design notes in do
 from __future__ import annotations
 
 import inspect
-import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -27,9 +26,7 @@ import torch
 from torch import Tensor
 
 from specdec.attention import AttentionSwitch, Mask, MaskBuilder, check_attention, fastest
-from specdec.buffers import Buffers
 from specdec.compiled import CompiledFunction, Compiler, Forward, compiled_before, compiled_forward
-from specdec.device import sync_allowed
 from specdec.fusion import Fusion
 from specdec.graphs import (
     CudaRecorder,
@@ -325,47 +322,3 @@ def to_device(values: Any, device: torch.device, dtype: torch.dtype = torch.int6
     """A host list as a tensor on `device`, without making the host wait for the device."""
     # Through numpy: torch reads nested lists ten times slower.
     return array_on(np.array(values), device).to(dtype)
-
-
-@dataclass(frozen=True)
-class Packed(Buffers):
-    """Tensors on their way to the host: `flat` float64 [n], which holds token ids, lengths and float32 values exactly;
-    forms: each tensor's shape, and whether it is of floats."""
-
-    flat: Tensor
-    forms: tuple[tuple[tuple[int, ...], bool], ...]
-
-    @staticmethod
-    def of(tensors: Sequence[Tensor]) -> Packed:
-        home = tensors[0].device
-        flat = torch.cat([t.detach().to(home).reshape(-1).to(torch.float64) for t in tensors])
-        return Packed(flat, tuple((tuple(t.shape), t.is_floating_point()) for t in tensors))
-
-
-class HostReader:
-    """The only way values come back from the device: counted, and one transfer a call. `count`: transfers so far."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def read(self, *tensors: Tensor) -> list[Any]:
-        """The tensors as nested lists of Python numbers, ints where the tensor was integral or boolean."""
-        if tensors:
-            return self.fetch(Packed.of(tensors))
-        self.count += 1
-        return []
-
-    def fetch(self, packed: Packed) -> list[Any]:
-        """The same of tensors that are packed already."""
-        self.count += 1
-        with sync_allowed(packed.flat.device):
-            flat = packed.flat.cpu().numpy()
-        floats = any(of_floats for _, of_floats in packed.forms)
-        values = flat if floats else flat.astype(np.int64)
-        out, offset = [], 0
-        for shape, of_floats in packed.forms:
-            end = offset + math.prod(shape)
-            part = values[offset:end].reshape(shape)
-            out.append((part.astype(np.int64) if floats and not of_floats else part).tolist())
-            offset = end
-        return out

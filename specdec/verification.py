@@ -27,8 +27,9 @@ from specdec.drafters.base import Draft
 from specdec.errors import SpecdecError
 from specdec.graphs import PassInputs, PassKey
 from specdec.kv_cache import RaggedCache
+from specdec.reader import Arriving, HostReader, Packed
 from specdec.rows import Row
-from specdec.runner import HostReader, Packed, PassOutput, Runner, Shapes
+from specdec.runner import PassOutput, Runner, Shapes
 from specdec.sampling import History, Sampling
 from specdec.trees import Parents, Shape, TreeLayout, TreePass, array_on, chain_parents, shape_of, tree_pass
 
@@ -98,6 +99,10 @@ class Verified(Buffers):
     logits: Tensor | None = None
     hidden: tuple[Tensor, ...] | None = None
 
+    def on_device(self, name: str) -> Tensor:
+        """A field of `Facts`, before the host has read it."""
+        return self.packed.part(self.names.index(name))
+
 
 @dataclass
 class Verifier:
@@ -117,6 +122,7 @@ class Verifier:
     logprobs: bool = False
     watched: bool = False
     passes: int = 0
+    arriving: Arriving = field(init=False)
 
     def launch(self, active: Sequence[tuple[int, Row]]) -> tuple[Verified, PassOutput | None]:
         """Verify what the rows of `active` have pending, without waiting for it; the output is None if not watched."""
@@ -144,13 +150,14 @@ class Verifier:
         inputs = VerifyInputs(table, q, tree, layout)
         self.passes += 1
         verified = self._run(key, inputs, active, counts, trees)
+        self.arriving = Arriving.of(verified.packed)
         if verified.logits is None or verified.fed is None:
             return verified, None
         return verified, PassOutput(verified.logits, verified.fed, starts, counts, 0, verified.hidden, tree)
 
     def read(self, verified: Verified) -> Facts:
         """The one host read of a pass."""
-        values = dict(zip(verified.names, self.reader.fetch(verified.packed), strict=True))
+        values = dict(zip(verified.names, self.reader.fetch(self.arriving), strict=True))
         details = [values.pop(name) for name in verified.names if name.startswith("details")]
         return Facts(**values, details=details)
 

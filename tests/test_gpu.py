@@ -50,6 +50,8 @@ def sync_is_an_error() -> Iterator[None]:
         {"output_logprobs": True},
         {"strategies": ["prompt-lookup", "draft-model:n_max=5"]},
         {"strategies": ["draft-model:tree=2x2"], "temperature": 0.8},
+        {"strategies": ["draft-model:n_max=3"]},
+        {"strategies": ["draft-model:n_max=3"], "temperature": 0.8},
     ],
 )
 def test_a_round_waits_for_the_device_once(
@@ -104,6 +106,8 @@ def test_bfloat16_is_exact_by_default(decoder: specdec.SpeculativeDecoder, batch
     [
         {"strategies": []},
         {},
+        {"strategies": ["draft-model:n_max=3"]},
+        {"strategies": ["draft-model:n_max=3:p_min=0.3"], "temperature": 0.8, "seed": 4},
         {"temperature": 0.8, "seed": 4},
         {"temperature": 0.8, "seed": 4, "strategies": ["draft-model:tree=3x2"]},
         {"strategies": ["prompt-lookup", "draft-model:p_min=0.3"], "output_logprobs": True},

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from specdec.kv_cache import RaggedCache
-from specdec.runner import CPU_WIDTHS, CUDA_WIDTHS, EXACT_WIDTH, HostReader, Runner, Shapes
+from specdec.reader import HostReader
+from specdec.runner import CPU_WIDTHS, CUDA_WIDTHS, EXACT_WIDTH, Runner, Shapes
 from tests.helpers.tiny import TINY_KINDS, tiny_model
 
 SHAPES = Shapes((1, 4, 8), 8, 4)

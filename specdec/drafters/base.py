@@ -25,7 +25,8 @@ from specdec.trees import shape_of
 if TYPE_CHECKING:
     from transformers import LogitsProcessorList, PreTrainedTokenizerBase
 
-    from specdec.runner import HostReader, Runner
+    from specdec.reader import HostReader
+    from specdec.runner import Runner
 
 Tokens = Sequence[int] | np.ndarray
 
@@ -56,11 +57,14 @@ class RowSampling:
         """Whether proposals are drawn from q; else they are its argmax."""
         return self.proposal != "argmax" and not self.sampling.greedy
 
+    @property
+    def purpose(self) -> Purpose:
+        """Of the draws: the target's own under coupled."""
+        return Purpose.SAMPLE if self.proposal == "coupled" else Purpose.DRAFT
+
     def streams(self, noise: RowNoise) -> tuple[int, Purpose]:
         """The key and the purpose of the draws: the target's own under coupled, fresh in every round otherwise."""
-        if self.proposal == "coupled":
-            return noise.key, Purpose.SAMPLE
-        return noise.round_key, Purpose.DRAFT
+        return noise.key if self.proposal == "coupled" else noise.round_key, self.purpose
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from specdec.drafters.base import Draft, DraftContext, Drafter, DraftRequest, Tokens
 from specdec.errors import SpecdecError
-from specdec.runner import HostReader, PassOutput
+from specdec.reader import HostReader
+from specdec.runner import PassOutput
 from specdec.trees import check_parents
 
 if TYPE_CHECKING:
@@ -166,6 +167,20 @@ class Chain:
         """Show a target pass to the drafters that learn from it."""
         for drafter in self.observers:
             drafter.observe(output)
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether a strategy is alone, with a length of its own, and can start before the host knows the verdict."""
+        return self.lengths is None and len(self.drafters) == 1 and hasattr(self.drafters[0], "look_ahead")
+
+    def look_ahead(self, requests: Sequence[DraftRequest], accepted: Tensor, token: Tensor) -> bool:
+        """Let the strategy start the next drafts of the rows that have one with the target, by its verdict on the
+        device: accepted [B], token [B]. Only where it `looks_ahead`. Returns whether it did."""
+        label, drafter = self.labels[0], self.drafters[0]
+        started = time.perf_counter()
+        went: bool = drafter.look_ahead(requests, accepted, token)  # type: ignore[attr-defined]
+        self.counters[label].t_draft += time.perf_counter() - started
+        return went
 
     def settle(self, row: int, drafted: int) -> None:
         """The host has learnt the length of a draft that only the device knew."""

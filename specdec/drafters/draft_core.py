@@ -135,6 +135,7 @@ class DraftCore:
         self.length = [0] * batch
         self.written = [0] * batch  # how much of `text` is known; accepted drafts are in the cache before that
         self.outstanding: dict[int, int] = {}  # row -> draft tokens of the open round
+        self.accepted: dict[int, int] = {}  # row -> how many of its last draft stood
         self.fed: dict[int, set[int]] = {}  # row -> nodes of the open round's tree that are in the cache
         self.moves: list[tuple[int, int, int]] = []
 
@@ -151,6 +152,7 @@ class DraftCore:
         """Forget the row; take over what an earlier call kept of this prompt."""
         self.settle()
         self.outstanding.pop(row, None)
+        self.accepted.pop(row, None)
         self.fed.pop(row, None)
         ids = as_array(prompt)[: self.capacity]
         self.length[row] = self.kept.restore(self.cache, row, ids) if self.kept else 0
@@ -165,6 +167,7 @@ class DraftCore:
     def accept(self, row: int, n_accepted: int) -> None:
         """Accepted drafts are already in the cache, except the last one if all stood: it was never fed."""
         drafted = self.outstanding.pop(row, 0)
+        self.accepted[row] = n_accepted
         if drafted:
             self.length[row] = min(self.length[row] + min(n_accepted, drafted - 1), self.capacity)
 
@@ -186,11 +189,7 @@ class DraftCore:
         self.settle()
         fed: dict[int, np.ndarray] = {}
         for r in requests:
-            row, total = r.row, len(r.tokens) + 1
-            self.text[row, : total - 1] = as_array(r.tokens)
-            self.text[row, total - 1] = r.last
-            self.written[row] = total
-            self.fed.pop(row, None)
+            row, total = r.row, self.write(r)
             if total - self.length[row] > CATCH_UP:
                 start = self._share(row, total - 1)
                 self.runner.prefill(self.cache, self.shapes, row, self.text[row, start : total - 1].tolist(), start)
@@ -204,6 +203,15 @@ class DraftCore:
             starts[row], counts[row] = self.length[row], len(ids)
             self.length[row] += len(ids)
         return tokens, starts, counts
+
+    def write(self, request: DraftRequest) -> int:
+        """Take over a row's text, its newest token included; returns its length."""
+        row, total = request.row, len(request.tokens) + 1
+        self.text[row, : total - 1] = as_array(request.tokens)
+        self.text[row, total - 1] = request.last
+        self.written[row] = total
+        self.fed.pop(row, None)
+        return total
 
     def _share(self, row: int, total: int) -> int:
         """Take over what another row holds of the first `total` ids of this one; returns how many are held then."""
@@ -222,31 +230,34 @@ class DraftCore:
     def propose(self, requests: Sequence[DraftRequest], k: int, stops: Stops, vocab_size: int) -> Proposal:
         """Catch up and draft k tokens for the rows of `requests`; the other rows ride along as padding."""
         sampling = requests[0].sampling
-        drawn, purpose = sampling is not None and sampling.drawn, Purpose.DRAFT
         tokens, starts, counts = self.feed(requests)
         host = np.zeros((self.batch, TOKENS + tokens.shape[1]), dtype=np.int64)
         host[:, STARTS], host[:, COUNTS], host[:, TOKENS:] = starts, counts, tokens
         for r in requests:
-            if drawn:
-                assert r.noise is not None and r.sampling is not None
-                host[r.row, KEYS], purpose = r.sampling.streams(r.noise)
-            host[r.row, POSITIONS] = len(r.tokens) + 1
+            host[r.row, KEYS], host[r.row, POSITIONS] = stream_of(r), len(r.tokens) + 1
         inputs = StepInputs(array_on(host, self.runner.device))
         reach = max(s + c for s, c in zip(starts, counts, strict=True)) + k - 1
-        first, _ = self.runner.key(self.cache, self.shapes, tokens.shape[1], min(reach, self.capacity))
-        pipeline = None if sampling is None else sampling.sampling
-        key = StepsKey(first, k, drawn, purpose, pipeline and pipeline.signature, *stops, vocab_size)
+        key = self.key_of(sampling, tokens.shape[1], reach, k, stops, vocab_size)
         texts = Texts(self.batch, requests, self.runner.device)
-        if texts or (pipeline is not None and pipeline.signature is None):
-            proposal = self._steps(key, sampling, inputs, texts, requests)
+        if texts or not recordable(sampling):
+            proposal = self.steps(key, sampling, inputs, texts, requests)
         else:
             proposal = self.runner.run(
-                self.cache, key, inputs, lambda given: self._steps(key, sampling, given, None, requests)
+                self.cache, key, inputs, lambda given: self.steps(key, sampling, given, None, requests)
             )
         self.outstanding.update({r.row: proposal.tokens.shape[1] for r in requests})
         return proposal
 
-    def _steps(
+    def key_of(
+        self, sampling: RowSampling | None, width: int, reach: int, k: int, stops: Stops, vocab_size: int
+    ) -> StepsKey:  # fmt: skip
+        first, _ = self.runner.key(self.cache, self.shapes, width, min(reach, self.capacity))
+        if sampling is None:
+            return StepsKey(first, k, False, Purpose.DRAFT, None, *stops, vocab_size)
+        purpose = sampling.purpose if sampling.drawn else Purpose.DRAFT
+        return StepsKey(first, k, sampling.drawn, purpose, sampling.sampling.signature, *stops, vocab_size)
+
+    def steps(
         self, key: StepsKey, sampling: RowSampling | None, inputs: StepInputs, texts: Texts | None,
         requests: Sequence[DraftRequest],
     ) -> Proposal:  # fmt: skip
@@ -321,6 +332,19 @@ class DraftCore:
         counts = [len(fed) for fed in columns]
         logits = self.runner.step(self.cache, self.shapes, padded, starts, counts, tree=where).logits
         return logits[:, : tokens.shape[1]]
+
+
+def recordable(sampling: RowSampling | None) -> bool:
+    """Whether a program can be named by what it computes."""
+    return sampling is None or sampling.sampling.signature is not None
+
+
+def stream_of(request: DraftRequest) -> int:
+    """The key of a row's draws; 0 where nothing is drawn."""
+    if request.sampling is None or not request.sampling.drawn:
+        return 0
+    assert request.noise is not None
+    return request.sampling.streams(request.noise)[0]
 
 
 def _goes_on(key: StepsKey, logits: Tensor, i: int) -> Tensor | bool:

@@ -19,9 +19,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from specdec.config import check_number, check_whole
 from specdec.drafters.base import BaseDrafter, Draft, DraftContext, DraftRequest, Tokens, empty_like
-from specdec.drafters.draft_core import DraftCore, Stops
+from specdec.drafters.draft_ahead import Ahead, go_ahead, possible, take
+from specdec.drafters.draft_core import DraftCore, Proposal, Stops
 from specdec.drafters.draft_tree import Growth, parse_plan
 from specdec.drafters.translation import TranslatingDrafter
 from specdec.errors import SpecdecError
@@ -104,10 +107,13 @@ class DraftModel(BaseDrafter):
         kept = before._core.keep() if isinstance(before, DraftModel) else None
         spare = context.nodes if self.makes_trees else 0
         made._core = DraftCore(context.draft_runner, context.batch, context.capacity, kept, spare)
+        made._proposal = made._ahead = None
         return made
 
     _context: DraftContext = field(init=False, repr=False, compare=False)
     _core: DraftCore = field(init=False, repr=False, compare=False)
+    _proposal: Proposal | None = field(init=False, repr=False, compare=False, default=None)  # of the round
+    _ahead: Ahead | None = field(init=False, repr=False, compare=False, default=None)  # of the next one
 
     def begin(self, row: int, prompt: Tokens) -> None:
         self._core.begin(row, prompt)
@@ -131,10 +137,32 @@ class DraftModel(BaseDrafter):
         if self.makes_trees:
             trees = Growth(self, [r for r, _ in work], [n for _, n in work]).grow()
             return [trees.get(r.row, Draft()) for r in requests]
-        k = max(n for _, n in work)
-        if self._core.runner.graphs is not None:  # few lengths are few programs: what is too long is cut
-            k = min(depth, next((steps for steps in PROGRAM_STEPS if steps >= k), k))
-        stops = Stops(self.p_min or 0.0, self.n_min or 0, self.top_n)
-        proposal = self._core.propose([r for r, _ in work], k, stops, self._context.vocab_size)
+        wanted, ahead = [r for r, _ in work], self._ahead
+        if ahead is not None and len(work) == len(requests) and take(self._core, ahead, wanted):
+            proposal = ahead.proposal
+        else:
+            k = max(n for _, n in work)
+            if self._core.runner.graphs is not None:  # few lengths are few programs: what is too long is cut
+                k = min(depth, next((steps for steps in PROGRAM_STEPS if steps >= k), k))
+            proposal = self._core.propose(wanted, k, self._stops, self._context.vocab_size)
+        self._proposal, self._ahead = proposal, None
         drafts = {r.row: proposal.draft(r.row, n, self.name) for r, n in work}
         return [drafts.get(r.row, Draft()) for r in requests]
+
+    def look_ahead(self, requests: Sequence[DraftRequest], accepted: Tensor, token: Tensor) -> bool:
+        """Start the drafts that follow those which the rows of `requests` have with the target, by its verdict on the
+        device: accepted [B], token [B]. Returns whether anything was started."""
+        k = self.n_max or 0
+        if self.makes_trees or self._proposal is None or accepted.device != self._core.runner.device:
+            return False
+        if not possible(self._core, requests, k):
+            return False
+        judged = self._proposal.tokens
+        self._ahead = go_ahead(
+            self._core, requests, k, self._stops, self._context.vocab_size, judged, accepted, token
+        )  # fmt: skip
+        return True
+
+    @property
+    def _stops(self) -> Stops:
+        return Stops(self.p_min or 0.0, self.n_min or 0, self.top_n)
