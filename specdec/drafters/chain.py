@@ -171,7 +171,7 @@ class Chain:
     @property
     def looks_ahead(self) -> bool:
         """Whether a strategy is alone, with a length of its own, and can start before the host knows the verdict."""
-        return self.lengths is None and len(self.drafters) == 1 and hasattr(self.drafters[0], "look_ahead")
+        return self.lengths is None and len(self.drafters) == 1 and getattr(self.drafters[0], "looks_ahead", False)
 
     def look_ahead(self, requests: Sequence[DraftRequest], accepted: Tensor, token: Tensor) -> bool:
         """Let the strategy start the next drafts of the rows that have one with the target, by its verdict on the

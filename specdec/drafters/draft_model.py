@@ -149,11 +149,16 @@ class DraftModel(BaseDrafter):
         drafts = {r.row: proposal.draft(r.row, n, self.name) for r, n in work}
         return [drafts.get(r.row, Draft()) for r in requests]
 
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether drafts can start before the host knows what the last ones came to: chains, by recorded programs."""
+        return not self.makes_trees and self._core.runner.graphs is not None
+
     def look_ahead(self, requests: Sequence[DraftRequest], accepted: Tensor, token: Tensor) -> bool:
         """Start the drafts that follow those which the rows of `requests` have with the target, by its verdict on the
         device: accepted [B], token [B]. Returns whether anything was started."""
         k = self.n_max or 0
-        if self.makes_trees or self._proposal is None or accepted.device != self._core.runner.device:
+        if self._proposal is None or accepted.device != self._core.runner.device:
             return False
         if not possible(self._core, requests, k):
             return False
