@@ -32,3 +32,16 @@ def moved(values: Tensor, device: torch.device) -> Tensor:
     """`values` on `device`. On its way to a GPU nobody waits: what reads it there comes later. On its way to the host
     the host must: it would read memory that is not written yet."""
     return values.to(device, non_blocking=device.type == "cuda")
+
+
+def fetched(values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """`values` on their way to the host, and the event before which nobody may look at them (None: they are there).
+    What is launched behind this does not delay them."""
+    if not values.is_cuda:
+        return values if values.device.type == "cpu" else values.cpu(), None
+    with torch.cuda.device(values.device):
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        host.copy_(values, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+    return host, event

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specdec.buffers import Buffers
+from specdec.device import fetched
 
 
 @dataclass(frozen=True)
@@ -47,15 +48,8 @@ class Arriving:
     @staticmethod
     def of(packed: Packed) -> Arriving:
         """Start the transfer. What is launched behind it does not delay it."""
-        flat = packed.flat
-        if not flat.is_cuda:
-            return Arriving(flat, packed.forms)
-        with torch.cuda.device(flat.device):
-            host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
-            host.copy_(flat, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-        return Arriving(host, packed.forms, event)
+        flat, event = fetched(packed.flat)
+        return Arriving(flat, packed.forms, event)
 
 
 class HostReader:

@@ -170,7 +170,7 @@ def test_compiled_decoding_writes_the_same_text() -> None:
     for strategies in ([], ["draft-model:n_max=3"], ["draft-model:n_max=4:p_min=0.1"]):
         out = dec.generate([[1, 2, 3], [4, 5]], 12, strategies=strategies)
         assert out.token_ids == expected
-    assert {f.__name__ for f in dec.draft.parts} == {"prepare", "_best", "_following"}
+    assert {f.__name__ for f in dec.draft.parts} == {"prepare", "_best", "_following", "_caught_up"}
     assert out.stats.accepted_tokens > 0
 
 
