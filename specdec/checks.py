@@ -23,6 +23,7 @@ from specdec.drafters.length import automatic
 from specdec.errors import SpecdecError
 from specdec.loading import Source, check_dtype, parse_device, pick_device
 from specdec.sampling import build_sampling
+from specdec.texts import first_line
 
 _END = 0  # stands for the end token that a model will have
 
@@ -42,8 +43,8 @@ def naming_processors(settings: GenerationSettings) -> Iterator[None]:
         raise
     except (ValueError, TypeError, IndexError, KeyError, AttributeError, RuntimeError) as error:
         named = ", ".join(f"{name}={value!r}" for name, value in settings.processors.items())
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise SpecdecError(f"transformers refuses {named or 'the sampling options'}: {reason}") from error
+        refused = named or "the sampling options"
+        raise SpecdecError(f"transformers refuses {refused}: {first_line(error)}") from error
 
 
 def check_generation(options: Mapping[str, Any]) -> GenerationSettings:

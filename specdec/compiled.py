@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.kv_cache import RaggedCache, RaggedLayer
+from specdec.texts import first_line
 
 # dynamo gives up on a function that it has compiled so often; each shape of a pass is one compilation.
 RECOMPILE_LIMIT = 256
@@ -86,8 +87,7 @@ class Compiler:
             except torch._dynamo.exc.Unsupported as error:
                 if not self.whole:
                     raise
-                reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-                log.warning("%s is compiled in parts: %s", self.name, reason)
+                log.warning("%s is compiled in parts: %s", self.name, first_line(error))
                 self.whole = False
                 again()
                 return call()

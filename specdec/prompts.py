@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from specdec.errors import SpecdecError
-from specdec.texts import is_unicode
+from specdec.texts import first_line, is_unicode
 
 TEXT_PARTS = ("text", "input_text", "output_text")  # types of a message's parts that have a text
 
@@ -95,8 +95,7 @@ def _through_template(messages: list[Any], index: int, tokenizer: Any) -> list[i
     try:
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise SpecdecError(f"prompt {index}: the chat template refuses the chat: {reason}") from error
+        raise SpecdecError(f"prompt {index}: the chat template refuses the chat: {first_line(error)}") from error
     return [int(t) for t in ids["input_ids"]]
 
 

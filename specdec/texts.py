@@ -22,7 +22,7 @@ def parse_json(text: str, where: str) -> Any:
     except json.JSONDecodeError as error:
         raise SpecdecError(f"{where}: not JSON: {error.msg}") from None
     except (ValueError, RecursionError) as error:
-        raise SpecdecError(f"{where}: not JSON that can be read: {_first_line(error)}") from None
+        raise SpecdecError(f"{where}: not JSON that can be read: {first_line(error)}") from None
 
 
 def parse_yaml(text: str, where: str) -> Any:
@@ -30,7 +30,7 @@ def parse_yaml(text: str, where: str) -> Any:
     try:
         return yaml.load(text, _UniqueKeys)  # a safe loader
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise SpecdecError(f"{where}: not valid YAML: {_first_line(error)}") from None
+        raise SpecdecError(f"{where}: not valid YAML: {first_line(error)}") from None
 
 
 class _UniqueKeys(yaml.SafeLoader):
@@ -42,8 +42,9 @@ class _UniqueKeys(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+def first_line(error: Exception) -> str:
+    """What an error says first; its type where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def is_unicode(text: str) -> bool:

@@ -318,7 +318,7 @@ class DraftCore:
             if self.length[r.row] + i < self.capacity:
                 starts[r.row], counts[r.row] = self.length[r.row] + i, 1
         width = self.shapes.width(1)
-        padded = torch.nn.functional.pad(tokens[:, None], (0, width - 1))
+        padded = F.pad(tokens[:, None], (0, width - 1))
         return self.runner.step(self.cache, self.shapes, padded, starts, counts).logits[:, 0]
 
     def tree_step(self, tokens: Tensor, shapes: Sequence[Shape], columns: Sequence[Columns]) -> Tensor:
@@ -326,7 +326,7 @@ class DraftCore:
         starts = [n - 1 if fed else 0 for n, fed in zip(self.length, columns, strict=True)]
         width = self.shapes.width(tokens.shape[1])
         where = tree_pass(shapes, columns, width, starts, self.runner.device)
-        padded = torch.nn.functional.pad(tokens, (0, width - tokens.shape[1]))
+        padded = F.pad(tokens, (0, width - tokens.shape[1]))
         for row, fed in enumerate(columns):
             self.fed.setdefault(row, set()).update(column - 1 for column in fed)
         counts = [len(fed) for fed in columns]

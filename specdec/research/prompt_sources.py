@@ -24,7 +24,7 @@ from typing import Any
 from specdec.config import unknown_name
 from specdec.errors import SpecdecError
 from specdec.prompts import join_parts
-from specdec.texts import parse_json
+from specdec.texts import first_line, parse_json
 
 HUB = "hf:"
 LINES, ARRAY = (".jsonl", ".ndjson"), ".json"
@@ -129,8 +129,7 @@ def _hub(source: Source) -> Iterator[tuple[str, int, Any]]:
     try:
         table = datasets.load_dataset(name, options.get("config"), split=split, revision=options.get("revision"))
     except Exception as error:  # whatever a hub, a network or a loading script trips over
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise SpecdecError(f"{source.place}: cannot be loaded: {lines[0]}") from error
+        raise SpecdecError(f"{source.place}: cannot be loaded: {first_line(error)}") from error
     for number, record in enumerate(table):
         yield f"{source.place}, record {number}", number, record
 
