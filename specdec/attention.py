@@ -29,7 +29,7 @@ from specdec.trees import TreePass
 RAGGED = "specdec_ragged"
 MATMUL = "specdec_matmul"  # the same fold, as two products with a softmax between them instead of one fused kernel
 FOLDED = (RAGGED, MATMUL)
-SUMMED = 8  # folded queries up to which compiled code takes sums instead of matrix products
+SUMMED = 8  # folded queries up to which compiled code takes scores as sums instead of a matrix product
 SUPPORTED = (*FOLDED, "sdpa", "eager")
 
 Mask = Tensor | dict[str, Tensor]
@@ -93,13 +93,16 @@ def _plain_attention(
 
 
 def _summed_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
-    """The same as sums of products, for compiled code and a few queries only: the compiler makes reductions of them,
-    where a matrix product of a few rows would be a kernel that is mostly idle. Eagerly they would be huge."""
+    """The same with scores as sums of products, for compiled code and a few queries only: the compiler makes reductions
+    of them that take in what surrounds them, where a matrix product of a few rows would be a kernel that is mostly idle.
+    Eagerly they would be huge.
+
+    Not so the values: they are summed over an axis that does not lie close together, for which the compiler picks one of
+    several kernels by a trial, and the pick was at times ten times slower than the best (docs/speed.md)."""
     weights = (query[:, :, :, None].float() * key[:, :, None].float()).sum(dim=-1) * scaling  # [B, H_kv, G * S, L]
     if mask is not None:
         weights = weights + mask
-    weights = torch.softmax(weights, dim=-1)
-    return (weights[..., None] * value[:, :, None].float()).sum(dim=-2).to(value.dtype)
+    return torch.softmax(weights, dim=-1).to(value.dtype) @ value
 
 
 matmul_attention = partial(ragged_attention, fused=False)

@@ -1,5 +1,6 @@
-"""Products of one row as sums, for the compiler: a matrix product of one row is a kernel of its own that is mostly
-idle, sums of products become reductions that are fused with what surrounds them.
+"""Products of one row, or two, as sums, for the compiler: a matrix product of a row is a kernel of its own that is
+mostly idle, sums of products become reductions that are fused with what surrounds them. Two rows are two sums over the
+same weights, which the compiler reads once for both.
 
 Inductor does the same by itself, but only together with its coordinate descent, whose trials of kernels take most of
 the compile time and whose choices differ from process to process (docs/speed.md).
@@ -12,12 +13,16 @@ from typing import Any
 import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.fx.node import map_arg
 
 aten = torch.ops.aten
 
+ROWS = 2  # two: what a draft that is made ahead catches up with
+
 
 class RowSums(CustomGraphPass):
-    """A pass over the compiler's graphs, before it makes kernels: x [1, K] @ w [K, N] -> sums of x w over K."""
+    """A pass over the compiler's graphs, before it makes kernels: x [R, K] @ w [K, N] -> sums of x w over K, for R up to
+    `ROWS`."""
 
     def __call__(self, graph: fx.Graph) -> None:
         for node in list(graph.nodes):
@@ -25,7 +30,7 @@ class RowSums(CustomGraphPass):
                 continue
             x, weight = node.args[-2:]
             value = x.meta["val"]
-            if value.shape[0] == 1 and value.is_floating_point() and not node.kwargs:
+            if value.shape[0] in range(1, ROWS + 1) and value.is_floating_point() and not node.kwargs:
                 _replace(graph, node, x, weight)
 
     def uuid(self) -> Any:
@@ -36,13 +41,18 @@ class RowSums(CustomGraphPass):
 def _replace(graph: fx.Graph, node: fx.Node, x: fx.Node, weight: fx.Node) -> None:
     def call(operation: Any, *given: Any) -> fx.Node:
         made = graph.call_function(operation, given)
-        values = [a.meta["val"] if isinstance(a, fx.Node) else a for a in given]
+        values = map_arg(given, lambda n: n.meta["val"])
         made.meta["val"] = operation(*values)
         return made
 
+    def row_sums(row: fx.Node) -> fx.Node:
+        products = call(aten.mul.Tensor, call(aten.unsqueeze.default, row, 2), call(aten.unsqueeze.default, weight, 0))
+        return call(aten.sum.dim_IntList, products, [1])
+
     with graph.inserting_before(node):
-        products = call(aten.mul.Tensor, call(aten.unsqueeze.default, x, 2), call(aten.unsqueeze.default, weight, 0))
-        out = call(aten.sum.dim_IntList, products, [1])
+        rows = x.meta["val"].shape[0]
+        sums = [row_sums(x if rows == 1 else call(aten.slice.Tensor, x, 0, i, i + 1)) for i in range(rows)]
+        out = sums[0] if rows == 1 else call(aten.cat.default, sums, 0)
         if node.target is aten.addmm.default:
             out = call(aten.add.Tensor, out, node.args[0])
     node.replace_all_uses_with(out)

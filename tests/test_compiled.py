@@ -205,10 +205,10 @@ def test_compiled_code_is_kept_for_later_processes(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_products_of_one_row_become_sums(bias: bool) -> None:
+def test_products_of_a_row_or_two_become_sums(bias: bool) -> None:
     torch.manual_seed(0)
     layer = nn.Linear(24, 40, bias=bias)
-    for rows, kept in ((1, 0), (2, 1)):
+    for rows, kept in ((1, 0), (2, 0), (3, 1)):
         x = torch.randn(1, rows, 24)
         graph = make_fx(lambda given: layer(given), tracing_mode="fake", _allow_non_fake_inputs=True)(x)
         RowSums()(graph.graph)
