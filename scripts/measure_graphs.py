@@ -150,7 +150,7 @@ def prefills(runner: Runner, left: Any) -> dict[str, Any]:
             break
         shapes = replace(Shapes.choose(runner.device, False, LENGTHS[-1]), widths=(width,))
         table[f"{total} tokens in chunks of {width}"] = timed(
-            lambda shapes=shapes: runner.prefill(cache, shapes, 0, ids, 0), runner.device
+            lambda shapes=shapes: runner.prefill(cache, shapes, {0: ids}, {0: 0}), runner.device
         )
     return table
 

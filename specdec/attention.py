@@ -94,11 +94,11 @@ def _plain_attention(
 
 def _summed_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
     """The same with scores as sums of products, for compiled code and a few queries only: the compiler makes reductions
-    of them that take in what surrounds them, where a matrix product of a few rows would be a kernel that is mostly idle.
+    of them that take in what surrounds them, where a matrix product of a few rows is a kernel that is mostly idle.
     Eagerly they would be huge.
 
-    Not so the values: they are summed over an axis that does not lie close together, for which the compiler picks one of
-    several kernels by a trial, and the pick was at times ten times slower than the best (docs/speed.md)."""
+    Not so the values: they are summed over an axis that does not lie close together. For that the compiler picks one
+    of several kernels by a trial, and its pick was at times ten times slower than the best (docs/speed.md)."""
     weights = (query[:, :, :, None].float() * key[:, :, None].float()).sum(dim=-1) * scaling  # [B, H_kv, G * S, L]
     if mask is not None:
         weights = weights + mask

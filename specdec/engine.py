@@ -2,8 +2,8 @@
 
 Data flow of a pass, for the B slots of the batch:
 
-    admit   free slots take the next prompts: prefill all but the last token, tell the drafters; what another slot's
-            prompt has in common with one's own is copied
+    admit   free slots take the next prompts: prefill all but the last token, several rows in one pass where that pays,
+            tell the drafters; what another slot's prompt has in common with one's own is copied
     draft   rows without an open draft ask the chain; every row now has a draft, perhaps an empty one
     verify  the target sees [newest token, draft ...] of every row in one pass, and the acceptance rule says on the
             device how many drafted tokens stand, and which token follows (verification.py); where a strategy needs no
@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,7 +35,7 @@ from specdec.details import details_of
 from specdec.drafters.base import Draft, DraftRequest, RowNoise, RowSampling
 from specdec.drafters.chain import Chain
 from specdec.errors import SpecdecError
-from specdec.kv_cache import KeptRows
+from specdec.kv_cache import SHORT, KeptRows, shared_first
 from specdec.result import Round
 from specdec.rows import Row
 from specdec.runner import to_device
@@ -45,7 +45,6 @@ from specdec.trees import moves
 from specdec.verification import Facts, Verified, Verifier
 
 NOTHING = np.zeros(0, dtype=np.int64)  # the text of a slot that holds no row worth keeping
-SHORT = 16  # tokens: looking for a common beginning of less costs more than it saves
 
 
 @dataclass
@@ -97,26 +96,52 @@ class Engine:
 
     def admit(self) -> list[tuple[int, Row]]:
         """Fill free slots from the queue; returns the active ones, none when nothing is left to do."""
-        for b, row in enumerate(self.slots):
-            if self.queue and (row is None or row.finish_reason is not None):
-                self._start(b, self.queue.popleft())
+        free = [b for b, row in enumerate(self.slots) if row is None or row.finish_reason is not None]
+        starting = {b: self.queue.popleft() for b in free[: len(self.queue)]}
+        for group in self._groups(starting):
+            self._start({b: starting[b] for b in group})
         return self.active()
 
-    def _start(self, slot: int, row: Row) -> None:
+    def _groups(self, starting: Mapping[int, Row]) -> list[list[int]]:
+        """Which slots are prefilled together, and in what order: what their prompts have in common is computed once."""
+        alone = [[b] for b in starting]
+        exact = self.shapes.kv_fixed is not None
+        # When slots fall free depends on the drafts. So in exact mode only the first prompts of a call go together.
+        if not self.shapes.together or (exact and self.verifier.passes):
+            return alone
+        groups = shared_first({b: row.tokens for b, row in starting.items()}, SHORT, self._shared_step)
+        return alone if exact and len(groups) > 1 else groups
+
+    @property
+    def _shared_step(self) -> int:
+        """In exact mode only whole chunks are shared: only what was computed in the same chunks has the same bits."""
+        return self.shapes.widths[-1] if self.shapes.kv_fixed is not None else 1
+
+    def _start(self, rows: Mapping[int, Row]) -> None:
+        """Rows take their slots, all at once."""
         started = self.clock.mark()
+        known = {slot: self._restore(slot, row) for slot, row in rows.items()}
+        seen = self.chain.observe if self.chain.observers else None
+        missing = {slot: row.tokens[known[slot] :].tolist() for slot, row in rows.items()}
+        self.runner.prefill(self.cache, self.shapes, missing, known, seen)
+        for slot, row in rows.items():
+            row.alone = len(rows) == 1
+            if self.sampling.row_processors is not None:
+                row.processors = self.sampling.row_processors(row.index, row.prompt, row.stops.max_new_tokens)
+                row.known = to_device(row.prompt, self.runner.device)
+            self.slots[slot] = row
+        self.prefills.append((started, self.clock.mark()))
+        for slot, row in rows.items():
+            self.chain.begin(slot, row.tokens)
+
+    def _restore(self, slot: int, row: Row) -> int:
+        """Copy into the slot what is there of the row's prompt, and wipe the rest; returns how many tokens it has."""
         held = list(self.slots)
         self.slots[slot] = None  # from here on the slot's cache is not the old row's, also after an interrupt
         known = self.kept.restore(self.cache, slot, row.tokens) if self.kept else 0
         known = self._share(held, slot, row, known)
         self.cache.wipe(slot, known)
-        seen = self.chain.observe if self.chain.observers else None
-        self.runner.prefill(self.cache, self.shapes, slot, row.tokens[known:].tolist(), known, seen)
-        if self.sampling.row_processors is not None:
-            row.processors = self.sampling.row_processors(row.index, row.prompt, row.stops.max_new_tokens)
-            row.known = to_device(row.prompt, self.runner.device)
-        self.slots[slot] = row
-        self.prefills.append((started, self.clock.mark()))
-        self.chain.begin(slot, row.tokens)
+        return known
 
     def _share(self, held: Sequence[Row | None], slot: int, row: Row, known: int) -> int:
         """Take over what the prompt of a row that a slot holds has in common with this one's: a system prompt, a
@@ -125,11 +150,13 @@ class Engine:
             return known  # observers see what is fed, and nothing else
         if known > 0:  # the slot holds what an earlier call kept, no more its last row
             held = [None if b == slot else other for b, other in enumerate(held)]
-        sound = [other if other is not None and other.error is None else None for other in held]
-        texts = [NOTHING if other is None else other.ids[: len(other.prompt) - 1] for other in sound]
-        # In exact mode only what was computed in the same chunks has the same bits.
-        step = self.shapes.widths[-1] if self.shapes.kv_fixed is not None else 1
-        return KeptRows(self.cache, texts).restore(self.cache, slot, row.tokens, step, known)
+        exact = self.shapes.kv_fixed is not None
+
+        def sound(other: Row | None) -> bool:
+            return other is not None and other.error is None and (other.alone or not exact)
+
+        texts = [other.ids[: len(other.prompt) - 1] if other and sound(other) else NOTHING for other in held]
+        return KeptRows(self.cache, texts).restore(self.cache, slot, row.tokens, self._shared_step, known)
 
     # -- draft ---------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ self-test at load (loading.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from specdec.device import moved
 from specdec.trees import array_on
+
+SHORT = 16  # tokens: looking for a common beginning of less costs more than it saves
 
 
 @dataclass
@@ -207,6 +209,24 @@ class KeptRows:
             return known
         cache.copy_row_from(self.cache, best, row, length)
         return length
+
+
+def shared_first(texts: Mapping[int, np.ndarray], least: int = SHORT, step: int = 1) -> list[list[int]]:
+    """Rows in groups to be computed one after another: what rows have in common is computed once, by a group before.
+    Within a group no two rows share `least` tokens more than each shares with a group before; `step`: what is shared is
+    cut to its multiples."""
+    groups: list[list[int]] = []
+    for row, text in texts.items():
+        known = 0
+        for group in groups:
+            shared = [common_prefix(text, texts[other]) // step * step for other in group]
+            if max(shared) - known < least:
+                group.append(row)
+                break
+            known = max(known, *shared)
+        else:
+            groups.append([row])
+    return groups
 
 
 def common_prefix(a: np.ndarray, b: np.ndarray) -> int:

@@ -330,7 +330,7 @@ def self_test(runner: Runner, role: str) -> None:
     try:
         starts = [n - 2 for n in lengths]
         for row, tokens in enumerate(ids):
-            runner.prefill(cache, shapes, row, tokens[: starts[row]], 0)
+            runner.prefill(cache, shapes, {row: tokens[: starts[row]]}, {row: 0})
         width = shapes.width(2)
         padding = [0] * (width - 2)
         runner.step(cache, shapes, to_device([w[:2] + padding for w in wrong], runner.device), starts, [2, 2])

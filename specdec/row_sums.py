@@ -21,8 +21,8 @@ ROWS = 2  # two: what a draft that is made ahead catches up with
 
 
 class RowSums(CustomGraphPass):
-    """A pass over the compiler's graphs, before it makes kernels: x [R, K] @ w [K, N] -> sums of x w over K, for R up to
-    `ROWS`."""
+    """A pass over the compiler's graphs, before it makes kernels: x [R, K] @ w [K, N] -> sums of x w over K, for R up
+    to `ROWS`."""
 
     def __call__(self, graph: fx.Graph) -> None:
         for node in list(graph.nodes):

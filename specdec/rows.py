@@ -60,6 +60,7 @@ class Row:
     origins: list[str | None] = field(default_factory=list)
     processors: Any = None
     known: Tensor | None = None  # the ids on the device, for text-reading processors
+    alone: bool = True  # whether the prompt was computed in passes of its own
     # The open round: what is left of its draft, and what it has drafted and accepted so far.
     pending: Draft | None = None
     strategy: str | None = None

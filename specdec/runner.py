@@ -4,8 +4,8 @@ A pass feeds up to S tokens to each row of the batch. Widths S come from a short
 attention reads, so that a CUDA graph or compiled variant (graphs.py) is made once per shape and not once per call.
 Shorter rows are padded: padding goes to the cache's trash slot and its logits are ignored.
 
-Passes over a leased cache are replayed from graphs where the mode says so; prefill, which feeds one row at a time in
-wide chunks, when a chunk of the same shape comes to the same row again. Everything that a pass computes from its inputs
+Passes over a leased cache are replayed from graphs where the mode says so; prefill, which feeds rows in wide chunks,
+when a chunk of the same shape comes to the same rows again. Everything that a pass computes from its inputs
 it computes from tensors, so that a graph needs no more than its input buffers refilled.
 
 In exact mode there is one width and one K/V length for the whole call; a token's logits are then computed by the
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import inspect
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
@@ -48,9 +48,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 # On a CPU every padded token costs its share of the weights' arithmetic, so narrow widths are all there; on a GPU a
 # pass of 8 costs what a pass of 1 costs, and few shapes mean few graphs.
 CPU_WIDTHS = (*range(1, 18), 24, 32, 48, 64, 128, 256, 512)
-CUDA_WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+CUDA_WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512)
 EXACT_WIDTH = 8
-EXACT_PREFILL = (64, 128, 256, 512)
+EXACT_PREFILL = (64, 128, 192, 256, 384, 512)
+# From about a thousand tokens on a GPU's time is arithmetic: more tokens a pass would take memory and win nothing.
+TOGETHER = 2048
 KV_STEP = 256  # caches of about the same size are one size, so that the next call finds its graphs
 
 
@@ -60,7 +62,8 @@ class Shapes:
 
     widths: allowed tokens a pass and row, ascending; verify_width: most tokens a verify pass feeds to a row (longer
     drafts go in chunks); kv_step: K/V lengths are rounded up to its multiples (tokens); kv_parts: if > 0, the step
-    grows with the length, to so many steps a doubling; kv_fixed: one K/V length for the whole call, or None.
+    grows with the length, to so many steps a doubling; kv_fixed: one K/V length for the whole call, or None;
+    together: tokens, padding included, that a pass of prefill feeds at most to several rows (0: to each row alone).
     """
 
     widths: tuple[int, ...]
@@ -68,14 +71,16 @@ class Shapes:
     kv_step: int
     kv_parts: int = 0
     kv_fixed: int | None = None
+    together: int = 0
 
     @staticmethod
     def choose(device: torch.device, exact: bool, capacity: int) -> Shapes:
+        together = 0 if device.type == "cpu" else TOGETHER
         if exact:
-            return Shapes((EXACT_WIDTH, *EXACT_PREFILL), EXACT_WIDTH, 1, kv_fixed=capacity)
+            return Shapes((EXACT_WIDTH, *EXACT_PREFILL), EXACT_WIDTH, 1, kv_fixed=capacity, together=together)
         if device.type == "cpu":
             return Shapes(CPU_WIDTHS, 17, 32)
-        return Shapes(CUDA_WIDTHS, 16, 256, 4)
+        return Shapes(CUDA_WIDTHS, 16, 256, 4, together=together)
 
     def width(self, tokens: int) -> int:
         """The narrowest allowed width for `tokens` tokens."""
@@ -285,28 +290,43 @@ class Runner:
         self,
         cache: RaggedCache,
         shapes: Shapes,
-        row: int,
-        tokens: Sequence[int],
-        start: int,
+        tokens: Mapping[int, Sequence[int]],
+        starts: Mapping[int, int],
         seen: Callable[[PassOutput], None] | None = None,
     ) -> None:
-        """Write `tokens` of one row at positions `start...`, in chunks of the widest allowed width.
+        """Write `tokens[row]` of every row at the positions `starts[row]...`, in chunks of the widest allowed width.
 
-        The row runs alone (batch 1), so its cache does not depend on its neighbours. One column of logits a chunk is
-        computed because models always compute some; it is not used. `seen` is called with every chunk's output, hidden
-        states included.
+        Rows that lie side by side are fed together as far as `shapes` says, else each alone (batch 1), and then its
+        cache does not depend on its neighbours. One column of logits a row and chunk is computed because models always
+        compute some; it is not used. `seen` is called with every chunk's output, hidden states included.
         """
         widest = shapes.widths[-1]
-        for offset in range(0, len(tokens), widest):
-            chunk = list(tokens[offset : offset + widest])
-            # On a CPU a padded token costs as much as another.
-            exactly = self.device.type == "cpu" and self.graphs is None
-            width = len(chunk) if exactly else shapes.width(len(chunk))
-            padded = to_device([chunk + [0] * (width - len(chunk))], self.device)
-            rows = slice(row, row + 1)
-            out = self.step(cache, shapes, padded, [start + offset], [len(chunk)], rows, 1, seen is not None)
-            if seen is not None:
-                seen(out)
+        for rows in _side_by_side({row: len(ids) for row, ids in tokens.items()}, shapes):
+            for offset in range(0, max(len(tokens[row]) for row in rows), widest):
+                chunks = [list(tokens[row][offset : offset + widest]) for row in rows]
+                counts = [len(chunk) for chunk in chunks]
+                # On a CPU a padded token costs as much as another.
+                exactly = self.device.type == "cpu" and self.graphs is None
+                width = max(counts) if exactly else shapes.width(max(counts))
+                padded = to_device([chunk + [0] * (width - len(chunk)) for chunk in chunks], self.device)
+                at = [starts[row] + offset if n else 0 for row, n in zip(rows, counts, strict=True)]
+                side = slice(rows.start, rows.stop)
+                out = self.step(cache, shapes, padded, at, counts, side, 1, seen is not None)
+                if seen is not None:
+                    seen(out)
+
+
+def _side_by_side(lengths: Mapping[int, int], shapes: Shapes) -> Iterator[range]:
+    """Rows with anything to feed, in ranges that are fed together."""
+    run: list[int] = []
+    for row in sorted(row for row, length in lengths.items() if length):
+        width = shapes.width(min(max(lengths[r] for r in (*run, row)), shapes.widths[-1]))
+        if run and (row != run[-1] + 1 or (len(run) + 1) * width > shapes.together):
+            yield range(run[0], run[-1] + 1)
+            run = []
+        run.append(row)
+    if run:
+        yield range(run[0], run[-1] + 1)
 
 
 def context_length(config: Any) -> int:

@@ -100,9 +100,9 @@ def counting_prefills(decoder: SpeculativeDecoder, monkeypatch: pytest.MonkeyPat
     counts: list[int] = []
     real = decoder.target.prefill
 
-    def prefill(cache: Any, shapes: Any, row: int, tokens: Any, *rest: Any) -> Any:
-        counts.append(len(tokens))
-        return real(cache, shapes, row, tokens, *rest)
+    def prefill(cache: Any, shapes: Any, tokens: Any, *rest: Any) -> Any:
+        counts.extend(len(ids) for ids in tokens.values())
+        return real(cache, shapes, tokens, *rest)
 
     with monkeypatch.context() as patch:
         patch.setattr(decoder.target, "prefill", prefill)

@@ -30,7 +30,7 @@ def test_a_ragged_pass_equals_a_plain_forward_of_each_row(kind: str, implementat
     fed = [4, 2, 1]
     starts = [len(t) - n for t, n in zip(texts, fed, strict=True)]
     for row, ids in enumerate(texts):
-        runner.prefill(cache, SHAPES, row, ids[: starts[row]], 0)
+        runner.prefill(cache, SHAPES, {row: ids[: starts[row]]}, {row: 0})
     # A wrong draft first: its slots must be overwritten and hidden.
     runner.step(cache, SHAPES, torch.full((3, 4), 11), starts, fed)
     tokens = torch.tensor([t[s:] + [0] * (4 - n) for t, s, n in zip(texts, starts, fed, strict=True)])
@@ -47,7 +47,7 @@ def test_prefill_in_chunks_equals_prefill_at_once() -> None:
     caches = []
     for widths in ((1, 4, 8), (1, 32)):
         cache = RaggedCache(runner.config.num_hidden_layers, 2, 32)
-        runner.prefill(cache, Shapes(widths, 4, 4), 1, ids, 0)
+        runner.prefill(cache, Shapes(widths, 4, 4), {1: ids}, {1: 0})
         assert not cache.layers[0].keys[0, :, :32].any()  # the other row is untouched
         caches.append(cache.layers[-1].keys[1, :, : len(ids)])
     torch.testing.assert_close(caches[0], caches[1], atol=1e-5, rtol=1e-5)
@@ -56,7 +56,7 @@ def test_prefill_in_chunks_equals_prefill_at_once() -> None:
 def test_a_row_that_takes_no_part_keeps_its_cache() -> None:
     runner = Runner(tiny_model("llama"))
     cache = RaggedCache(runner.config.num_hidden_layers, 2, 16)
-    runner.prefill(cache, SHAPES, 1, [1, 2, 3], 0)
+    runner.prefill(cache, SHAPES, {1: [1, 2, 3]}, {1: 0})
     before = [layer.keys[1, :, :16].clone() for layer in cache.layers]
     runner.step(cache, SHAPES, torch.tensor([[5], [7]]), [0, 0], [1, 0])
     assert all(torch.equal(layer.keys[1, :, :16], b) for layer, b in zip(cache.layers, before, strict=True))

@@ -122,8 +122,8 @@ def test_logits_after_an_accepted_path_equal_those_of_a_fresh_prefill(kind: str)
     cache = runner.pool.lease(2, 64)
     text, parents = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3], (-1, -1, 1, 1, 0, 3)
     tokens = [11, 12, 13, 14, 15, 16]
-    runner.prefill(cache, shapes, 0, text[:-1], 0)
-    runner.prefill(cache, shapes, 1, text[:-3], 0)
+    runner.prefill(cache, shapes, {0: text[:-1]}, {0: 0})
+    runner.prefill(cache, shapes, {1: text[:-3]}, {1: 0})
     shape = shape_of(parents)
     starts, counts = [9, 7], [7, 3]
     where = tree_pass([shape, shape_of((-1, 0))], [range(7), range(3)], 7, starts, runner.device)

@@ -7,7 +7,7 @@ feeding it, without a look at any value; so it is recorded and replayed as a who
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from specdec.buffers import Buffers
 from specdec.drafters.base import Draft, DraftRequest, RowSampling, Tokens, as_array, pad_vocabulary, proposal_law
 from specdec.graphs import PassInputs, PassKey
-from specdec.kv_cache import KeptRows
+from specdec.kv_cache import KeptRows, shared_first
 from specdec.runner import Runner, Shapes, to_device
 from specdec.sampling import History, Purpose, race, streams
 from specdec.trees import Columns, Shape, array_on, moves, tree_pass
@@ -187,14 +187,15 @@ class DraftCore:
         """What each row's text has grown by: tokens [B, W], where they start, and how many there are. Longer gaps are
         prefilled here; the caller feeds the rest, which counts as fed from now on."""
         self.settle()
-        fed: dict[int, np.ndarray] = {}
-        for r in requests:
-            row, total = r.row, self.write(r)
-            if total - self.length[row] > CATCH_UP:
-                start = self._share(row, total - 1)
-                self.runner.prefill(self.cache, self.shapes, row, self.text[row, start : total - 1].tolist(), start)
-                self.length[row] = total - 1
-            fed[row] = self.text[row, self.length[row] : total]
+        totals = {r.row: self.write(r) for r in requests}
+        behind = {row: n - 1 for row, n in totals.items() if n - self.length[row] > CATCH_UP}
+        for group in self._groups(behind):
+            held = {row: self._share(row, behind[row]) for row in group}
+            missing = {row: self.text[row, held[row] : behind[row]].tolist() for row in group}
+            self.runner.prefill(self.cache, self.shapes, missing, held)
+            for row in group:
+                self.length[row] = behind[row]
+        fed = {row: self.text[row, self.length[row] : n] for row, n in totals.items()}
         width = self.shapes.width(max(len(ids) for ids in fed.values()))
         tokens = np.zeros((self.batch, width), dtype=np.int64)
         starts, counts = [0] * self.batch, [0] * self.batch
@@ -212,6 +213,12 @@ class DraftCore:
         self.written[row] = total
         self.fed.pop(row, None)
         return total
+
+    def _groups(self, behind: Mapping[int, int]) -> list[list[int]]:
+        """Which rows are prefilled together, up to which lengths, and in what order."""
+        if not self.shapes.together:
+            return [[row] for row in behind]
+        return shared_first({row: self.text[row, :n] for row, n in behind.items()})
 
     def _share(self, row: int, total: int) -> int:
         """Take over what another row holds of the first `total` ids of this one; returns how many are held then."""

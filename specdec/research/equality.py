@@ -217,7 +217,7 @@ def replay(runner: Runner, ids: Sequence[int], prompt_length: int, shape: PassSh
     width = shapes.width(most)
     idle = [0] * (shape.batch - 1)
     cache = RaggedCache(runner.pool.n_layers, shape.batch, capacity)
-    runner.prefill(cache, shapes, 0, list(ids[: prompt_length - 1]), 0)
+    runner.prefill(cache, shapes, {0: list(ids[: prompt_length - 1])}, {0: 0})
     start, end = prompt_length - 1, prompt_length - 1 + ((len(ids) - prompt_length) % most + 1)
     while True:
         chunk = list(ids[start:end])
@@ -260,7 +260,7 @@ def content_dependence(runner: Runner, contents: int = 16, batch: int = 2) -> di
     shapes = Shapes.choose(runner.device, True, length + EXACT_WIDTH)
     cache = RaggedCache(runner.pool.n_layers, batch, length + EXACT_WIDTH)
     for row in range(batch):
-        runner.prefill(cache, shapes, row, random_ids(length), 0)
+        runner.prefill(cache, shapes, {row: random_ids(length)}, {row: 0})
     newest, seen = random_ids(1), []
     for _ in range(contents):
         fed = [newest + random_ids(EXACT_WIDTH - 1), *(random_ids(EXACT_WIDTH) for _ in range(batch - 1))]

@@ -113,7 +113,7 @@ class _Reader:
         again = bool(self.fed) and self.fed == prompt
         self.cache.wipe(0, len(prompt) if again else 0)
         if not again:
-            self.runner.prefill(self.cache, self.shapes, 0, prompt, 0)
+            self.runner.prefill(self.cache, self.shapes, {0: prompt}, {0: 0})
             self.fed = prompt
         return len(prompt)
 
