@@ -34,15 +34,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from specdec.errors import SpecdecError
-from specdec.sampling import Purpose, Sampling, fold, race, streams, uniform
+from specdec.sampling import Purpose, Sampling, best, fold, race, streams, uniform
 from specdec.trees import TreeLayout
+
+
+class Once:
+    """A property that is computed once an object: functools' own takes a lock, which the compiler does not trace."""
+
+    def __init__(self, make: Callable[[Any], Any]):
+        self.make = make
+
+    def __get__(self, owner: Any, kind: type | None = None) -> Any:
+        value = owner.__dict__[self.make.__name__] = self.make(owner)
+        return value
 
 
 @dataclass
@@ -74,11 +84,11 @@ class Block:
     done: Tensor | None = None
     outside: Tensor | None = None  # [B, S]: where an id that the target lacks was drafted; `draft` is 0 there
 
-    @cached_property
+    @Once
     def p(self) -> Tensor:
         return torch.softmax(self.scores, dim=-1)
 
-    @cached_property
+    @Once
     def columns(self) -> Tensor:
         return torch.arange(self.scores.shape[1], device=self.scores.device)
 
@@ -91,12 +101,19 @@ class Block:
         """Random streams [B, S], one per position: columns of one depth share theirs."""
         return streams(self.keys[:, None], self.positions[:, None] + self.depths, purpose)
 
-    @cached_property
+    @Once
     def own(self) -> Tensor:
         """The target's own choice at every position [B, S]: what plain decoding would emit there."""
-        if self.sampling.greedy:
-            return self.scores.argmax(dim=-1)
-        return race(self.p, self.streams(Purpose.SAMPLE))
+        return self.best[0] if self.sampling.greedy else race(self.p, self.streams(Purpose.SAMPLE))
+
+    @Once
+    def best(self) -> tuple[Tensor, Tensor]:
+        return best(self.scores)
+
+    @property
+    def sound(self) -> Tensor:
+        """Where the scores make a law, [B, S]: NaN and +inf are in none, and nothing but -inf is none."""
+        return self.best[1] if self.sampling.greedy else self.scores.amax(dim=-1).isfinite()
 
 
 @dataclass
@@ -176,7 +193,7 @@ def unsound_drafts(block: Block) -> Tensor:
 
 def _scan(block: Block, rule: AcceptanceRule) -> Verdict:
     """Along the chains of all rows at once."""
-    sound = block.scores.amax(dim=-1).isfinite()  # [B, S]; amax hands NaN on, and +inf is no law either
+    sound = block.sound
     tested = block.columns < block.lengths[:, None]
     stands = rule.stands(block) & tested & sound
     accepted = stands.long().cumprod(dim=-1).sum(dim=-1)  # [B]
@@ -191,7 +208,7 @@ def _walk(block: Block, tree: TreeLayout, rule: AcceptanceRule) -> Verdict:
     if rule.descend is None:
         raise SpecdecError(f"acceptance rule {rule.name!r} judges chains only: it has no descend(block, column)")
     width = block.scores.shape[1]
-    sound = block.scores.amax(dim=-1).isfinite()
+    sound = block.sound
     column, accepted = torch.zeros_like(block.lengths), torch.zeros_like(block.lengths)
     walking, path = torch.ones_like(column, dtype=torch.bool), []
     for _ in range(tree.levels):

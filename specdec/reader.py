@@ -14,6 +14,8 @@ from torch import Tensor
 from specdec.buffers import Buffers
 from specdec.device import fetched
 
+Form = tuple[tuple[int, ...], bool]
+
 
 @dataclass(frozen=True)
 class Packed(Buffers):
@@ -21,7 +23,7 @@ class Packed(Buffers):
     forms: each tensor's shape, and whether it is of floats."""
 
     flat: Tensor
-    forms: tuple[tuple[tuple[int, ...], bool], ...]
+    forms: tuple[Form, ...]
 
     def part(self, index: int) -> Tensor:
         """One of the tensors again, still on the device."""
@@ -42,7 +44,7 @@ class Arriving:
     """Packed tensors on their way: `flat` on the host, to be looked at after `event`."""
 
     flat: Tensor
-    forms: tuple[tuple[tuple[int, ...], bool], ...]
+    forms: tuple[Form, ...]
     event: torch.cuda.Event | None = None
 
     @staticmethod

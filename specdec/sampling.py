@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation.logits_process import (
     PrefixConstrainedLogitsProcessor,
@@ -103,6 +104,22 @@ def exponential(stream: Tensor, size: int) -> Tensor:
 def race(p: Tensor, stream: Tensor) -> Tensor:
     """Draw from p: weights [..., V], not necessarily normalised; stream [...] -> token ids [...]."""
     return (exponential(stream, p.shape[-1]) / p).argmin(dim=-1)
+
+
+BLOCK = 1024  # ids whose best is found by one processor of a GPU
+
+
+def best(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The first greatest of logits [..., V], and whether it is finite. A NaN counts as the greatest."""
+    if not torch.compiler.is_compiling():
+        token = logits.argmax(dim=-1)
+        return token, logits.gather(-1, token[..., None])[..., 0].isfinite()
+    # The compiler gives a whole row to one processor: blocks of it first, then the best of them.
+    padded = F.pad(logits, (0, -logits.shape[-1] % BLOCK), value=float("-inf"))
+    values, places = padded.reshape(*logits.shape[:-1], -1, BLOCK).max(dim=-1)
+    block = values.argmax(dim=-1, keepdim=True)
+    token = (block * BLOCK + places.gather(-1, block))[..., 0]
+    return token, values.amax(dim=-1).isfinite()
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from specdec.drafters.base import Draft
 from specdec.errors import SpecdecError
 from specdec.graphs import PassInputs, PassKey
 from specdec.kv_cache import RaggedCache
-from specdec.reader import Arriving, HostReader, Packed
+from specdec.reader import Arriving, Form, HostReader, Packed
 from specdec.rows import Row
 from specdec.runner import PassOutput, Runner, Shapes
 from specdec.sampling import History, Sampling
@@ -35,6 +35,7 @@ from specdec.trees import Parents, Shape, TreeLayout, TreePass, array_on, chain_
 
 # Columns of `VerifyInputs.table`; the drafts follow.
 STARTS, COUNTS, LAST, KEYS, POSITIONS, DONE, TOTALS, CLAIMS, DRAFT = range(9)
+NOTHING = (False, 0, False)  # `VerifyKey.recorded` of a call that records nothing
 
 
 @dataclass
@@ -258,24 +259,46 @@ def verify(
     texts: History | None = None,
 ) -> Verified:  # fmt: skip
     """The program: from tensors alone, unless `texts` (completed here by the fed ids) names processors to call."""
-    numbers, draft = inputs.table[:, :DRAFT].T, inputs.table[:, DRAFT:]
-    outside = (draft < 0) | (draft >= key.vocab_size)
-    draft = draft.masked_fill(outside, 0)
-    fed = torch.cat([numbers[LAST, :, None], draft[:, : key.given.width - 1]], dim=1)
-    out = runner.forward(cache, key.given, PassInputs(fed, numbers[:LAST], inputs.tree))
+    fed = runner.part(_fed)(inputs.table, key.vocab_size, key.given.width)
+    out = runner.forward(cache, key.given, PassInputs(fed, inputs.table[:, :LAST].T, inputs.tree))
     if texts is not None:
         texts.fed = fed
-    scores = sampling.scores(out.logits[..., : key.vocab_size], texts)
+    # Compiled only where it computes nothing with the scores but to compare them: sums would round differently.
+    compares = sampling.greedy and key.rule.recordable and key.recorded == NOTHING and key.levels == 0
+    judged = runner.part(_judged) if compares and texts is None else _judged
+    flat, names, forms = judged(out.logits, inputs.table, inputs.q, inputs.layout, key, sampling, texts)
+    seen = (fed, out.logits, out.hidden) if key.given.hidden else ()
+    return Verified(Packed(flat, forms), names, *seen)
+
+
+def _drafted(table: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """The drafted ids [B, S], 0 where the target lacks one, and where it does."""
+    draft = table[:, DRAFT:]
+    outside = (draft < 0) | (draft >= vocab_size)
+    return draft.masked_fill(outside, 0), outside
+
+
+def _fed(table: Tensor, vocab_size: int, width: int) -> Tensor:
+    """The ids of the pass, [B, width]."""
+    return torch.cat([table[:, LAST, None], _drafted(table, vocab_size)[0][:, : width - 1]], dim=1)
+
+
+def _judged(
+    logits: Tensor, table: Tensor, q: Tensor | None, layout: TreeLayout | None, key: VerifyKey, sampling: Sampling,
+    texts: History | None,
+) -> tuple[Tensor, tuple[str, ...], tuple[Form, ...]]:  # fmt: skip
+    """From the pass's logits to what the host will read: `Packed`, in parts, and the names of what is in it."""
+    numbers, (draft, outside) = table[:, :DRAFT].T, _drafted(table, key.vocab_size)
     totals = numbers[TOTALS]
     block = Block(
-        scores=scores, draft=draft, lengths=totals.clamp(max=key.limit), final=totals < key.limit, keys=numbers[KEYS],
-        positions=numbers[POSITIONS], sampling=sampling, q=inputs.q,
-        has_q=numbers[CLAIMS] > 0 if key.claims else None, all_claim=key.all_claim, totals=totals, tree=inputs.layout,
-        done=numbers[DONE], outside=outside,
+        scores=sampling.scores(logits[..., : key.vocab_size], texts), draft=draft,
+        lengths=totals.clamp(max=key.limit), final=totals < key.limit, keys=numbers[KEYS],
+        positions=numbers[POSITIONS], sampling=sampling, q=q, has_q=numbers[CLAIMS] > 0 if key.claims else None,
+        all_claim=key.all_claim, totals=totals, tree=layout, done=numbers[DONE], outside=outside,
     )  # fmt: skip
     wanted = _wanted(block, judge(block, key.rule), key)
-    seen = (fed, out.logits, out.hidden) if key.given.hidden else ()
-    return Verified(Packed.of(list(wanted.values())), tuple(wanted), *seen)
+    packed = Packed.of(list(wanted.values()))
+    return packed.flat, tuple(wanted), packed.forms
 
 
 def _wanted(block: Block, verdict: Verdict, key: VerifyKey) -> dict[str, Tensor]:

@@ -21,9 +21,9 @@ from specdec.compiled import (
     keep_compiled_code,
     parts_of,
 )
-from specdec.drafters.draft_core import _best
 from specdec.row_sums import RowSums
 from specdec.runner import Runner, Shapes
+from specdec.sampling import best
 from tests.helpers.recording import Rerun
 from tests.helpers.tiny import tiny_model
 
@@ -170,7 +170,9 @@ def test_compiled_decoding_writes_the_same_text() -> None:
     for strategies in ([], ["draft-model:n_max=3"], ["draft-model:n_max=4:p_min=0.1"]):
         out = dec.generate([[1, 2, 3], [4, 5]], 12, strategies=strategies)
         assert out.token_ids == expected
-    assert {f.__name__ for f in dec.draft.parts} == {"prepare", "_best", "_following", "_caught_up"}
+    assert {f.__name__ for f in dec.draft.parts} == {"prepare", "best", "_following", "_caught_up"}
+    assert {f.__name__ for f in dec.target.parts} == {"prepare", "_fed", "_judged"}
+    assert all(part.compiler.whole for runner in (dec.target, dec.draft) for part in runner.parts.values())
     assert out.stats.accepted_tokens > 0
 
 
@@ -185,10 +187,10 @@ def test_the_best_token_is_the_same_in_blocks(width: int) -> None:
     logits[4, -1] = float("inf")
     logits[5, : width - 1] = float("-inf")
     logits[6, width // 3] = logits[6, -1] = 9.0
-    token, sound = CompiledFunction(_best, Compiler("best", "inductor", "aot_eager"))(logits)
+    token, sound = CompiledFunction(best, Compiler("best", "inductor", "aot_eager"))(logits)
     expected = logits.float()
-    assert token.tolist() == expected.argmax(dim=-1).tolist() == _best(logits)[0].tolist()
-    assert sound.tolist() == expected.amax(dim=-1).isfinite().tolist() == _best(logits)[1].tolist()
+    assert token.tolist() == expected.argmax(dim=-1).tolist() == best(logits)[0].tolist()
+    assert sound.tolist() == expected.amax(dim=-1).isfinite().tolist() == best(logits)[1].tolist()
 
 
 def test_compiled_code_is_kept_for_later_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

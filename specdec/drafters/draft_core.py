@@ -21,11 +21,10 @@ from specdec.drafters.base import Draft, DraftRequest, RowSampling, Tokens, as_a
 from specdec.graphs import PassInputs, PassKey
 from specdec.kv_cache import KeptRows, shared_first
 from specdec.runner import Runner, Shapes, to_device
-from specdec.sampling import History, Purpose, race, streams
+from specdec.sampling import History, Purpose, best, race, streams
 from specdec.trees import Columns, Shape, array_on, moves, tree_pass
 
-BLOCK = 1024  # ids whose best is found by one processor of a GPU
-CATCH_UP = 16  # a longer gap is prefilled row by row; a shorter one rides in the first draft pass
+CATCH_UP = 16  # a longer gap is prefilled; a shorter one rides in the first draft pass
 # Columns of `StepInputs.table`; the tokens to catch up with follow.
 STARTS, COUNTS, KEYS, POSITIONS, TOKENS = range(5)
 
@@ -304,7 +303,7 @@ class DraftCore:
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
         """The i-th token [B] from logits [B, V], whether there was anything to choose, and the law if it was drawn."""
         if history is None and (sampling is None or sampling.sampling.greedy):
-            return *self.runner.part(_best)(logits), None
+            return *self.runner.part(best)(logits), None
         assert sampling is not None
         scores = sampling.sampling.scores(logits[:, None], history)[:, 0]
         sound = scores.amax(dim=-1).isfinite()
@@ -360,20 +359,6 @@ def _goes_on(key: StepsKey, logits: Tensor, i: int) -> Tensor | bool:
         return True
     best = logits.float() if key.top_n is None else logits.float().topk(min(key.top_n, logits.shape[-1])).values
     return torch.softmax(best, dim=-1).amax(dim=-1) >= key.p_min
-
-
-def _best(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The first greatest of logits [B, V], and whether it is finite. A NaN counts as the greatest."""
-    if not torch.compiler.is_compiling():
-        token = logits.argmax(dim=-1)
-        return token, logits.gather(-1, token[:, None])[:, 0].isfinite()
-    # The compiler gives a whole row to one processor: blocks of it first, then the best of them.
-    width = logits.shape[-1]
-    blocks = F.pad(logits, (0, -width % BLOCK), value=float("-inf")).reshape(len(logits), -1, BLOCK)
-    values, places = blocks.max(dim=-1)
-    block = values.argmax(dim=-1, keepdim=True)
-    token = (block * BLOCK + places.gather(-1, block))[:, 0]
-    return token, values.amax(dim=-1).isfinite()
 
 
 def _following(token: Tensor, slots: Tensor, counts: Tensor, end: int, width: int) -> tuple[Tensor, Tensor]:
