@@ -265,6 +265,17 @@ TRACE = [
     event("gpu_memcpy", "e", 85, 5, 4),
     event("kernel", "f", 300, 50, 5),
 ]
+GAPS = [
+    event("user_annotation", "specdec: rounds", 0, 100),
+    event("user_annotation", "specdec: draft graph", 0, 30),
+    event("cuda_runtime", "cudaGraphLaunch", 6, 1, 1),
+    event("cuda_runtime", "cudaGraphLaunch", 20, 1, 2),
+    event("cuda_runtime", "cudaLaunchKernel", 25, 1, 3),
+    event("kernel", "a", 10, 2, 1),
+    event("kernel", "b", 18, 2, 1),  # the gap before it is inside the graph
+    event("kernel", "c", 26, 4, 2),
+    event("kernel", "d", 32, 3, 3),
+]
 
 
 def test_kernels_belong_to_the_part_that_launched_them() -> None:
@@ -277,12 +288,20 @@ def test_kernels_belong_to_the_part_that_launched_them() -> None:
     assert found["idle_ms"] == pytest.approx((80 - 25 - 30 - 5) / 2e3)  # the overlap counts once
     assert found["idle_share"] == pytest.approx(20 / 80)
     assert found["outside_models_share"] == pytest.approx(1 - 50 / 80)
+    assert found["outside_graphs_share"] == pytest.approx(1 - 20 / 80)
     assert found["launches"] == 3 / 2
     assert found["by_kernel"]["draft model"] == [
         {"kernel": "a", "count": 0.5, "us": 10.0}, {"kernel": "b", "count": 0.5, "us": 10.0},
     ]  # fmt: skip
     assert [row["kernel"] for row in found["by_kernel"]["acceptance"]] == ["e"]
     assert found["host_waits_ms"] == pytest.approx(20 / 2e3)
+
+
+def test_a_graph_reaches_from_its_first_kernel_to_its_last() -> None:
+    found = profile.table(GAPS, 1, True)
+    assert found["outside_graphs_share"] == pytest.approx(1 - (10 + 4) / 25)
+    eager = [{**e, "name": e["name"].replace("Graph", "")} for e in GAPS]
+    assert profile.table(eager, 1, True)["outside_graphs_share"] is None
 
 
 def test_host_parts_do_not_count_what_is_inside_them() -> None:

@@ -100,13 +100,15 @@ class Mark:
     start: float
     end: float
     name: str = ""
+    launch: Any = None  # of a kernel: what it shares with the others that one call has launched
 
 
 def table(traced: Sequence[dict[str, Any]], rounds: int, on_gpu: bool) -> dict[str, Any]:
     """Milliseconds, share of the span and kernels (host: calls) a round, by part.
 
     From `events`: on a GPU `parts` are device time and `idle` is what they leave of the span, which reaches from the
-    first kernel to the last; `host_waits` is time in synchronising calls; `by_kernel`: of each part, what takes most.
+    first kernel to the last; `outside_graphs`: in the replay of no graph, each from its first kernel to its last;
+    `host_waits` is time in synchronising calls; `by_kernel`: of each part, what takes most.
     On a CPU parts are host time.
     """
     marks = _marks(traced)
@@ -129,10 +131,13 @@ def table(traced: Sequence[dict[str, Any]], rounds: int, on_gpu: bool) -> dict[s
     launches = sum("Launch" in e["name"] for e in calls)
     waits = sum(e["dur"] for e in calls if e["name"] in WAITS)
     models = sum(spent.get(part, 0.0) for part in MODELS)
+    replayed = {e["args"]["correlation"] for e in calls if "GraphLaunch" in e["name"]}
     return {
         "device": "cuda", "span_ms": whole / 1e3 / rounds, "parts": _rows(spent, counts, whole, rounds),
         "idle_ms": (whole - busy) / 1e3 / rounds, "idle_share": 1 - busy / whole,
-        "outside_models_share": 1 - models / whole, "kernels": len(kernels) / rounds, "launches": launches / rounds,
+        "outside_models_share": 1 - models / whole,
+        "outside_graphs_share": 1 - covered(_stretches(kernels, replayed)) / whole if replayed else None,
+        "kernels": len(kernels) / rounds, "launches": launches / rounds,
         "host_ms": (span.end - span.start - waits) / 1e3 / rounds, "host_waits_ms": waits / 1e3 / rounds,
         "by_kernel": _by_kernel(kernels, rounds),
     }  # fmt: skip
@@ -160,7 +165,17 @@ def _kernels(traced: Sequence[dict[str, Any]], parts: Sequence[Mark], span: Mark
             launched[event.get("args", {}).get("correlation")] = event["ts"]
     names = {c: _innermost(parts, at) for c, at in launched.items()}
     ran = [e for e in traced if e.get("cat") in KERNELS and e.get("args", {}).get("correlation") in launched]
-    return [Mark(names[e["args"]["correlation"]], e["ts"], e["ts"] + e["dur"], e["name"]) for e in ran]
+    return [Mark(names[c := e["args"]["correlation"]], e["ts"], e["ts"] + e["dur"], e["name"], c) for e in ran]
+
+
+def _stretches(kernels: Iterable[Mark], launches: set[Any]) -> list[tuple[float, float]]:
+    """From the first kernel to the last of each launch."""
+    found: dict[Any, tuple[float, float]] = {}
+    for k in kernels:
+        if k.launch in launches:
+            start, end = found.get(k.launch, (k.start, k.end))
+            found[k.launch] = min(start, k.start), max(end, k.end)
+    return list(found.values())
 
 
 def _by_kernel(kernels: Sequence[Mark], rounds: int) -> dict[str, list[dict[str, Any]]]:
