@@ -52,6 +52,7 @@ LENGTH_RESULTS = [ROOT / "results" / f"auto_length_{name}.json" for name in ("si
 SPEED = ROOT / "docs" / "speed.md"
 SPEED_RESULTS = ROOT / "results" / "graphs_h100.json"
 BENCHMARKS = [ROOT / "results" / f"{name}.json" for name in ("bench_h100", "bench_h100_all", "bench_cpu")]
+HEADLINES = ("bench_h100", "bench_cpu")  # whose first scenario is in README.md
 BENCHMARK = ROOT / "docs" / "benchmarks.md"
 START, END = "<!-- results:start -->", "<!-- results:end -->"
 TITLES = {
@@ -294,7 +295,8 @@ def documents() -> dict[Path, str]:
     made[BENCHMARK] = report.blocks(benchmarks)
     if RESULTS.is_file():
         smoke = block(json.loads(RESULTS.read_text(encoding="utf-8")))
-        made[README] = "\n\n".join(part for part in (smoke, report.headline(benchmarks)) if part)
+        shown = [result for result in benchmarks if result["file"] in HEADLINES]
+        made[README] = "\n\n".join(part for part in (smoke, report.headline(shown)) if part)
     if LAWS_RESULTS.is_file():
         made[LAWS] = laws_block(json.loads(LAWS_RESULTS.read_text(encoding="utf-8")))
     made[ANALYSIS] = what_if_block([json.loads(path.read_text(encoding="utf-8")) for path in WHAT_IF_RESULTS])
