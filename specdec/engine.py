@@ -165,7 +165,10 @@ class Engine:
         new = [(b, row) for b, row in active if row.pending is None]
         # A round emits one token more than it accepts, so a row with room for one token has no use for a draft.
         requests = [self._request(b, row) for b, row in new if row.room > 1 and self.chain.drafters]
-        drafts = {r.row: d for r, d in zip(requests, self.chain.draft(requests), strict=True)} if requests else {}
+        drafts: dict[int, Draft] = {}
+        if requests:
+            made = self.chain.draft(requests, len(self.queue))
+            drafts = {r.row: draft for r, draft in zip(requests, made, strict=True)}
         for b, row in new:
             draft = drafts.get(b, Draft())
             # A tree is verified in one pass; the first nodes of a tree are a tree.

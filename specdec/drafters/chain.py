@@ -99,12 +99,12 @@ class Chain:
             self.counters[label].n_call_begin += 1
             self.counters[label].t_begin += time.perf_counter() - started
 
-    def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """One draft per request, in order; empty where no strategy had one."""
+    def draft(self, requests: Sequence[DraftRequest], queued: int = 0) -> list[Draft]:
+        """One draft per request, in order; empty where no strategy had one. queued: prompts that wait for a slot."""
         drafts = [Draft() for _ in requests]
         waiting = list(range(len(requests)))
         if self.lengths is not None:
-            self.lengths.open(requests)
+            self.lengths.open(requests, queued)
             for r in requests:  # a strategy that is passed over has no round to answer for
                 self.winner.pop(r.row, None)
                 self.drafted.pop(r.row, None)

@@ -129,6 +129,7 @@ class LengthController:
         self.longest = shapes.verify_width - 1
         self.known: dict[tuple[int, int], _RowOf] = {}
         self.credit: dict[int, float] = {}
+        self.waiting = 0  # prompts without a slot
         self.asked: dict[int, int] = {}  # row -> tokens to verify, in the open round
         self.rounds: dict[int, _Round] = {}  # row -> its open round
         self.passes = lru_cache(maxsize=64)(self._passes)
@@ -142,8 +143,10 @@ class LengthController:
         for index in range(len(self.names)):
             self.known.pop((index, row), None)
 
-    def open(self, requests: Sequence[DraftRequest]) -> None:
-        """A round begins: score the guesses that the text has answered since the last one."""
+    def open(self, requests: Sequence[DraftRequest], waiting: int = 0) -> None:
+        """A round begins: score the guesses that the text has answered since the last one. waiting: prompts that have
+        no slot yet."""
+        self.waiting = waiting
         for r in requests:
             for index, free in enumerate(self.free):
                 if free and self.automatic[index]:
@@ -216,13 +219,19 @@ class LengthController:
             tokens += row.acceptance.expected(limit)[np.minimum(k, limit)]
         reading = self._reading(index, rows)
         rates = tokens / (seconds + (k > 0) * reading * tokens / len(now.rows))
-        credit = sum(self.credit[row] for row in now.rows) / len(now.rows)
+        credit = self._credit(now)
         affordable = (k == 0) | (seconds / self.seconds(now.context, 1) - 1.0 <= credit)
         best = int(np.where(affordable, rates, 0.0).argmax())
         if self.free[index] or best or len(k) == 1 or not affordable[1]:
             return best
         if_right = (tokens[0] + len(rows) * k) / (seconds + (k > 0) * reading)
         return 1 if if_right.max() > rates[0] and self._due(known) else 0
+
+    def _credit(self, now: _Round) -> float:
+        """What the rows of a round may lose. Where prompts wait, a slot that a fast row leaves is used, and their sum
+        counts; where none do, the call lasts as long as its slowest row, whom others' drafts only delay."""
+        credits = [self.credit[row] for row in now.rows]
+        return sum(credits) / len(credits) if self.waiting >= self.batch else min(credits)
 
     def _due(self, known: Sequence[_RowOf]) -> bool:
         """Whether a strategy that costs a pass is to be tried again, although it does not look worth it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,7 @@ from specdec.costs import CostTable
 from specdec.drafters.base import Draft, DraftRequest, RowDrafter
 from specdec.drafters.chain import Chain
 from specdec.drafters.length import LengthController
+from specdec.kv_cache import common_prefix
 from specdec.research.replay import replay
 from specdec.runner import Shapes
 from specdec.stats import RoundRecord
@@ -74,11 +76,13 @@ class ScriptedModel:
             self.last = 0
 
 
-def controlled(drafters: Sequence[Any], costs: CostTable, chosen: Sequence[bool] | None = None) -> Chain:
+def controlled(
+    drafters: Sequence[Any], costs: CostTable, chosen: Sequence[bool] | None = None, batch: int = 1
+) -> Chain:  # fmt: skip
     """A chain whose lengths are automatic."""
     chain = Chain(drafters)
     chosen = [True] * len(drafters) if chosen is None else chosen
-    chain.lengths = LengthController(drafters, chosen, costs, SHAPES, 1, free=True)
+    chain.lengths = LengthController(drafters, chosen, costs, SHAPES, batch, free=True)
     return chain
 
 
@@ -90,3 +94,48 @@ def run(drafter: Any, costs: CostTable, n: int) -> tuple[list[RoundRecord], floa
     if isinstance(drafter, ScriptedModel):
         return records, seconds + drafter.seconds
     return records, seconds + chain.counters[drafter.name].n_call_draft * costs.call(drafter.name)
+
+
+class ScriptedRows(Scripted):
+    """A script for every prompt; `of`: slot -> the prompt in it."""
+
+    def __init__(self, scripts: Sequence[Sequence[bool]]):
+        super().__init__()
+        self.scripts = scripts
+        self.of: dict[int, int] = {}
+
+    def _propose(self, request: DraftRequest) -> list[int]:
+        return guesses(self.scripts[self.of[request.row]], request)
+
+
+def run_batch(scripts: Sequence[Sequence[bool]], costs: CostTable, batch: int, n: int) -> float:
+    """Seconds of texts of n tokens, one a script, in `batch` slots that are filled again when they fall free."""
+    drafter = ScriptedRows(scripts)
+    chain = controlled([drafter], costs, batch=batch)
+    prompt, output = text(n)
+    ids, seconds = np.concatenate([prompt, output]), 0.0
+    queue, sizes = deque(range(len(scripts))), dict[int, int]()
+    while queue or sizes:
+        for slot in range(batch):
+            if slot not in sizes and queue:
+                drafter.of[slot], sizes[slot] = queue.popleft(), len(prompt) + 1
+                chain.begin(slot, prompt)
+        rooms = {slot: len(ids) - size - 1 for slot, size in sizes.items()}
+        asked = [
+            DraftRequest(slot, ids[: sizes[slot] - 1], int(ids[sizes[slot] - 1]), room, sizes[slot] - 1)
+            for slot, room in rooms.items() if room > 0
+        ]  # fmt: skip
+        calls = chain.counters[drafter.name].n_call_draft
+        drafts = chain.draft(asked, len(queue)) if asked else []
+        made = {r.row: [int(t) for t in draft.tokens] for r, draft in zip(asked, drafts, strict=True)}
+        seconds += (chain.counters[drafter.name].n_call_draft - calls) * len(asked) * costs.call(drafter.name)
+        seconds += costs.seconds("target", batch, 0, 1 + max(map(len, made.values()), default=0)) + costs.round
+        for slot, size in list(sizes.items()):
+            accepted = common_prefix(ids[size:], np.array(made.get(slot, []), dtype=np.int64))
+            if slot in made:
+                chain.settle(slot, len(made[slot]))
+                chain.accept(slot, accepted)
+            sizes[slot] = size + accepted + 1
+            if sizes[slot] >= len(ids):
+                del sizes[slot]
+    return seconds
