@@ -1,4 +1,4 @@
-"""Automatic draft length in batches: row 19 of the known faults, speculation that loses where many rows share a pass."""
+"""Automatic draft length in batches: row 19 of the known faults, speculation that loses where rows share passes."""
 
 from __future__ import annotations
 
