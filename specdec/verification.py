@@ -264,7 +264,8 @@ def verify(
     if texts is not None:
         texts.fed = fed
     # Compiled only where it computes nothing with the scores but to compare them: sums would round differently.
-    compares = sampling.greedy and key.rule.recordable and key.recorded == NOTHING and key.levels == 0
+    lossless = key.rule.recordable and not key.rule.lossy
+    compares = sampling.greedy and lossless and key.recorded == NOTHING and key.levels == 0
     judged = runner.part(_judged) if compares and texts is None else _judged
     flat, names, forms = judged(out.logits, inputs.table, inputs.q, inputs.layout, key, sampling, texts)
     seen = (fed, out.logits, out.hidden) if key.given.hidden else ()
