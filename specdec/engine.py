@@ -73,13 +73,13 @@ class Engine:
             started = self.clock.mark()
             self.draft(active)
             drafted = self.clock.mark()
-            verified, output = self.verifier.launch(active)
-            if output is not None:
-                self.chain.observe(output)
+            launched = self.verifier.launch(active)
+            if launched.output is not None:
+                self.chain.observe(launched.output)
             judged = self.clock.mark()
-            ahead = self.look_ahead(active, verified)
+            ahead = self.look_ahead(active, launched.verified)
             self.clock.settle(self.times)  # the passes before; the device is busy with this one meanwhile
-            facts = self.verifier.read(verified)
+            facts = self.verifier.read(launched)
             spans = [("draft", started, drafted), ("verify", drafted, judged), *self.ahead]
             self.clock.noted += spans + [("prefill", *marks) for marks in self.prefills]
             self.prefills, self.ahead = [], ahead

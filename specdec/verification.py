@@ -106,6 +106,16 @@ class Verified(Buffers):
 
 
 @dataclass
+class Launched:
+    """A verify pass on its way: what it leaves on the device, what the host will read of it, and, for drafters that
+    watch the target, what these see."""
+
+    verified: Verified
+    arriving: Arriving
+    output: PassOutput | None = None
+
+
+@dataclass
 class Verifier:
     """The verify passes of one call; `passes` counts them. record: also p and q at drafted tokens; top > 0: and with
     details, of so many best tokens a position; watched: logits and hidden states are wanted."""
@@ -123,10 +133,9 @@ class Verifier:
     logprobs: bool = False
     watched: bool = False
     passes: int = 0
-    arriving: Arriving = field(init=False)
 
-    def launch(self, active: Sequence[tuple[int, Row]]) -> tuple[Verified, PassOutput | None]:
-        """Verify what the rows of `active` have pending, without waiting for it; the output is None if not watched."""
+    def launch(self, active: Sequence[tuple[int, Row]]) -> Launched:
+        """Verify what the rows of `active` have pending, without waiting for it."""
         limit, device = self.shapes.verify_width, self.runner.device
         drafts = {b: row.pending for b, row in active if row.pending is not None}
         counts = [1 + min(len(drafts[b]), limit - 1) if b in drafts else 0 for b in range(self.batch)]
@@ -151,15 +160,16 @@ class Verifier:
         inputs = VerifyInputs(table, q, tree, layout)
         self.passes += 1
         verified = self._run(key, inputs, active, counts, trees)
-        self.arriving = Arriving.of(verified.packed)
-        if verified.logits is None or verified.fed is None:
-            return verified, None
-        return verified, PassOutput(verified.logits, verified.fed, starts, counts, 0, verified.hidden, tree)
+        launched = Launched(verified, Arriving.of(verified.packed))
+        if verified.logits is not None and verified.fed is not None:
+            launched.output = PassOutput(verified.logits, verified.fed, starts, counts, 0, verified.hidden, tree)
+        return launched
 
-    def read(self, verified: Verified) -> Facts:
+    def read(self, launched: Launched) -> Facts:
         """The one host read of a pass."""
-        values = dict(zip(verified.names, self.reader.fetch(self.arriving), strict=True))
-        details = [values.pop(name) for name in verified.names if name.startswith("details")]
+        names = launched.verified.names
+        values = dict(zip(names, self.reader.fetch(launched.arriving), strict=True))
+        details = [values.pop(name) for name in names if name.startswith("details")]
         return Facts(**values, details=details)
 
     def _run(
