@@ -17,6 +17,7 @@ A test fails when a block is not the one that its files give.
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -316,9 +317,18 @@ def documents() -> dict[Path, str]:
 
 
 def main() -> None:
-    """Rewrite the documents in place."""
-    for path, text in documents().items():
-        path.write_text(text, encoding="utf-8")
+    """Rewrite the documents in place, or say which are stale."""
+    parser = argparse.ArgumentParser(description="Write the tables of README.md and docs/ from results/.")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if a document is stale")
+    check = parser.parse_args().check
+    stale = {path: text for path, text in documents().items() if path.read_text(encoding="utf-8") != text}
+    for path, text in stale.items():
+        if check:
+            print(f"stale: {path.relative_to(ROOT)}")
+        else:
+            path.write_text(text, encoding="utf-8")
+    if check and stale:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

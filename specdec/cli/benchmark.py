@@ -153,6 +153,8 @@ def _profile(name: str, profile: Mapping[str, Any]) -> Any:
     if "idle_ms" in profile:
         made.add_row("idle", f"{profile['idle_ms']:.3f}", f"{profile['idle_share']:.1%}", "-")
     made.add_row("all", f"{profile['span_ms']:.3f}", "100.0%", "-")
+    if (share := profile.get("outside_graphs_share")) is not None:
+        made.add_row("of it outside graphs", f"{share * profile['span_ms']:.3f}", f"{share:.1%}", "-")
     return made
 
 

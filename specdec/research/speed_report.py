@@ -35,8 +35,9 @@ def speed_block(result: dict[str, Any]) -> str:
         parts += ["", *_table(("model", "prefill", "ms")), *prefill]
     if compiled:
         parts += ["", *_table(("model", "pass", "compiled ms", "compiled : weights read once", "made in s")), *compiled]
-    parts += ["", *_table(("embedded pair", "eager ms a token", "graph ms a token", "same ids", "graphs", "made in s"))]
-    parts += [_call_row(*item) for item in result["generation"].items()]
+    if result["generation"]:
+        heads = ("embedded pair", "eager ms a token", "graph ms a token", "same ids", "graphs", "made in s")
+        parts += ["", *_table(heads), *(_call_row(*item) for item in result["generation"].items())]
     return "\n".join(parts)
 
 

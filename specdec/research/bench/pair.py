@@ -142,7 +142,7 @@ def locate(name: str) -> str:
     try:
         return str(folder_of(given) if given else fetch_folder())
     except ImportError as error:
-        raise SpecdecError(f"{SMOLLM2} cannot be read: {error}") from error
+        raise SpecdecError(f"{SMOLLM2} cannot be read: {error} (extra `gguf` of specdec)") from error
 
 
 @dataclass(frozen=True)

@@ -117,9 +117,10 @@ def _profile(item: tuple[str, Mapping[str, Any]]) -> str:
     rows = [[p, figure(r["ms"], 3), f"{r['share']:.1%}", f"{r['count']:.0f}"] for p, r in profile["parts"].items()]
     if on_gpu:
         rows.append(["idle", figure(profile["idle_ms"], 3), f"{profile['idle_share']:.1%}", "-"])
-        if (share := profile.get("outside_graphs_share")) is not None:
-            rows.append(["outside graphs", figure(share * profile["span_ms"], 3), f"{share:.1%}", "-"])
-    made = markdown(heads, [*rows, ["all", figure(profile["span_ms"], 3), "100.0%", "-"]])
+    rows.append(["all", figure(profile["span_ms"], 3), "100.0%", "-"])
+    if (share := profile.get("outside_graphs_share")) is not None:
+        rows.append(["of it outside graphs", figure(share * profile["span_ms"], 3), f"{share:.1%}", "-"])
+    made = markdown(heads, rows)
     listed = [
         [part, f"`{row['kernel'][:60]}`", f"{row['count']:.0f}", figure(row["us"], 1)]
         for part, kernels in profile.get("by_kernel", {}).items()

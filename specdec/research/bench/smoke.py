@@ -26,9 +26,9 @@ from specdec.errors import SpecdecError
 from specdec.prompts import encode_prompts
 from specdec.provenance import hash_ids, hash_template
 from specdec.research.bench.origin import origin
+from specdec.research.bench.pair import SMOLLM2, locate
 from specdec.research.datasets import Prompt, load_prompts
 from specdec.research.demo import DEMO, load_decoder
-from specdec.research.smollm2 import fetch_folder
 
 METHODS = ("transformers", "plain", "speculative")
 RATIOS = {
@@ -66,17 +66,14 @@ class Suite:
 
 def smollm2_suite(quick: bool = False) -> Suite:
     """SmolLM2-135M with prompt-lookup. Raises SpecdecError where the model cannot be had."""
-    try:
-        folder = fetch_folder()
-    except ImportError as error:
-        raise SpecdecError(f"SmolLM2-135M cannot be read: {error}") from error
+    folder = locate(SMOLLM2)
     prompts: list[Prompt] = []
     for category, count in (("summarization", 4), ("rag", 2)):
         # The shortest ones: on a CPU the prefill of a long document would hide what is measured.
         shortest = sorted(load_prompts("spec-bench", categories=category), key=lambda p: len(p.text))
         prompts += shortest[: 1 if quick else count]
     return Suite(
-        "smollm2-135m", PairConfig(str(folder), dtype="float32"), ("prompt-lookup:ngram_min=2",), tuple(prompts),
+        "smollm2-135m", PairConfig(folder, dtype="float32"), ("prompt-lookup:ngram_min=2",), tuple(prompts),
         max_new_tokens=32 if quick else 64, repeats=1 if quick else 3, chat=True,
     )  # fmt: skip
 
