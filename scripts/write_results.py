@@ -52,7 +52,9 @@ LENGTH = ROOT / "docs" / "automatic_length.md"
 LENGTH_RESULTS = [ROOT / "results" / f"auto_length_{name}.json" for name in ("simulated", "cpu")]
 SPEED = ROOT / "docs" / "speed.md"
 SPEED_RESULTS = ROOT / "results" / "graphs_h100.json"
-BENCHMARKS = [ROOT / "results" / f"{name}.json" for name in ("bench_h100", "bench_h100_all", "bench_cpu", "bench_batches")]
+BENCHMARKS = [
+    ROOT / "results" / f"bench_{name}.json" for name in ("h100", "h100_all", "cpu", "batches")
+]  # fmt: skip
 HEADLINES = ("bench_h100", "bench_cpu")  # whose first scenario is in README.md
 BENCHMARK = ROOT / "docs" / "benchmarks.md"
 START, END = "<!-- results:start -->", "<!-- results:end -->"
