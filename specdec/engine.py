@@ -105,17 +105,16 @@ class Engine:
     def _groups(self, starting: Mapping[int, Row]) -> list[list[int]]:
         """Which slots are prefilled together, and in what order: what their prompts have in common is computed once."""
         alone = [[b] for b in starting]
-        exact = self.shapes.kv_fixed is not None
         # When slots fall free depends on the drafts. So in exact mode only the first prompts of a call go together.
-        if not self.shapes.together or (exact and self.verifier.passes):
+        if not self.shapes.together or (self.shapes.exact and self.verifier.passes):
             return alone
         groups = shared_first({b: row.tokens for b, row in starting.items()}, SHORT, self._shared_step)
-        return alone if exact and len(groups) > 1 else groups
+        return alone if self.shapes.exact and len(groups) > 1 else groups
 
     @property
     def _shared_step(self) -> int:
         """In exact mode only whole chunks are shared: only what was computed in the same chunks has the same bits."""
-        return self.shapes.widths[-1] if self.shapes.kv_fixed is not None else 1
+        return self.shapes.widths[-1] if self.shapes.exact else 1
 
     def _start(self, rows: Mapping[int, Row]) -> None:
         """Rows take their slots, all at once."""
@@ -150,10 +149,9 @@ class Engine:
             return known  # observers see what is fed, and nothing else
         if known > 0:  # the slot holds what an earlier call kept, no more its last row
             held = [None if b == slot else other for b, other in enumerate(held)]
-        exact = self.shapes.kv_fixed is not None
 
-        def sound(other: Row | None) -> bool:
-            return other is not None and other.error is None and (other.alone or not exact)
+        def sound(other: Row) -> bool:
+            return other.error is None and (other.alone or not self.shapes.exact)
 
         texts = [other.ids[: len(other.prompt) - 1] if other and sound(other) else NOTHING for other in held]
         return KeptRows(self.cache, texts).restore(self.cache, slot, row.tokens, self._shared_step, known)

@@ -82,6 +82,11 @@ class Shapes:
             return Shapes(CPU_WIDTHS, 17, 32)
         return Shapes(CUDA_WIDTHS, 16, 256, 4, together=together)
 
+    @property
+    def exact(self) -> bool:
+        """Whether all passes have one shape."""
+        return self.kv_fixed is not None
+
     def width(self, tokens: int) -> int:
         """The narrowest allowed width for `tokens` tokens."""
         return self.widths[bisect_left(self.widths, tokens)]

@@ -269,7 +269,7 @@ def verify(
     texts: History | None = None,
 ) -> Verified:  # fmt: skip
     """The program: from tensors alone, unless `texts` (completed here by the fed ids) names processors to call."""
-    fed = runner.part(_fed)(inputs.table, key.vocab_size, key.given.width)
+    fed, draft, outside = runner.part(_fed)(inputs.table, key.vocab_size, key.given.width)
     out = runner.forward(cache, key.given, PassInputs(fed, inputs.table[:, :LAST].T, inputs.tree))
     if texts is not None:
         texts.fed = fed
@@ -277,29 +277,27 @@ def verify(
     lossless = key.rule.recordable and not key.rule.lossy
     compares = sampling.greedy and lossless and key.recorded == NOTHING and key.levels == 0
     judged = runner.part(_judged) if compares and texts is None else _judged
-    flat, names, forms = judged(out.logits, inputs.table, inputs.q, inputs.layout, key, sampling, texts)
+    flat, names, forms = judged(
+        out.logits, inputs.table, draft, outside, inputs.q, inputs.layout, key, sampling, texts
+    )  # fmt: skip
     seen = (fed, out.logits, out.hidden) if key.given.hidden else ()
     return Verified(Packed(flat, forms), names, *seen)
 
 
-def _drafted(table: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """The drafted ids [B, S], 0 where the target lacks one, and where it does."""
+def _fed(table: Tensor, vocab_size: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The ids of the pass [B, width], the drafted ids [B, S], 0 where the target lacks one, and where it does."""
     draft = table[:, DRAFT:]
     outside = (draft < 0) | (draft >= vocab_size)
-    return draft.masked_fill(outside, 0), outside
-
-
-def _fed(table: Tensor, vocab_size: int, width: int) -> Tensor:
-    """The ids of the pass, [B, width]."""
-    return torch.cat([table[:, LAST, None], _drafted(table, vocab_size)[0][:, : width - 1]], dim=1)
+    draft = draft.masked_fill(outside, 0)
+    return torch.cat([table[:, LAST, None], draft[:, : width - 1]], dim=1), draft, outside
 
 
 def _judged(
-    logits: Tensor, table: Tensor, q: Tensor | None, layout: TreeLayout | None, key: VerifyKey, sampling: Sampling,
-    texts: History | None,
+    logits: Tensor, table: Tensor, draft: Tensor, outside: Tensor, q: Tensor | None, layout: TreeLayout | None,
+    key: VerifyKey, sampling: Sampling, texts: History | None,
 ) -> tuple[Tensor, tuple[str, ...], tuple[Form, ...]]:  # fmt: skip
     """From the pass's logits to what the host will read: `Packed`, in parts, and the names of what is in it."""
-    numbers, (draft, outside) = table[:, :DRAFT].T, _drafted(table, key.vocab_size)
+    numbers = table[:, :DRAFT].T
     totals = numbers[TOTALS]
     block = Block(
         scores=sampling.scores(logits[..., : key.vocab_size], texts), draft=draft,
