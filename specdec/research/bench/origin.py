@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import platform
 import subprocess
 import time
@@ -40,7 +41,7 @@ def commit() -> str | None:
     copies of a checkout; None where neither is there."""
     given = os.environ.get("SPECDEC_COMMIT")
     if given:
-        return given
+        return given[:12] if re.fullmatch("[0-9a-f]{40}", given) else given
     root = Path(__file__).resolve().parents[3]
     if not (root / ".git").exists():
         return None
