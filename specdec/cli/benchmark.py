@@ -47,7 +47,7 @@ def only(config: BenchConfig, names: set[str]) -> BenchConfig:
         if taking:
             scenarios[name] = replace(scenario, contenders=taking)
     parts: dict[str, Any] = {}
-    for part in ("passes", "profile"):
+    for part in ("passes", "profile", "costs"):
         choice = getattr(config, part)
         mine = tuple(n for n in choice.contenders if n in names) if choice is not None else ()
         parts[part] = replace(choice, contenders=mine) if mine else None

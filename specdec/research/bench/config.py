@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from specdec.config import as_list, check_number, check_whole, from_dict
+from specdec.costs import CONTEXTS, WIDTHS
 from specdec.errors import SpecdecError
 from specdec.research.inflate import check_coarsening
 
@@ -114,6 +115,24 @@ class ProfileChoice:
 
 
 @dataclass(frozen=True)
+class CostChoice:
+    """What passes cost, measured once before the scenarios and kept in the result: contenders (kind `specdec`, of equal
+    settings) choose automatic lengths from it; the rest as `specdec.measure_costs` takes it."""
+
+    contenders: tuple[str, ...] = ()
+    batches: tuple[int, ...] = (1,)
+    contexts: tuple[int, ...] = CONTEXTS
+    widths: tuple[int, ...] = WIDTHS
+    repeats: int = 5
+
+    def __post_init__(self) -> None:
+        for name in ("batches", "contexts", "widths"):
+            for value in getattr(self, name):
+                check_whole(f"costs: {name}", value, 1)
+        check_whole("costs: repeats", self.repeats, 1)
+
+
+@dataclass(frozen=True)
 class Target:
     """A figure that is wanted: `value`, divided by `over` if there is one, at least or at most a number.
 
@@ -150,6 +169,7 @@ class BenchConfig:
     data: DataChoice = field(default_factory=DataChoice)
     passes: PassChoice | None = None
     profile: ProfileChoice | None = None
+    costs: CostChoice | None = None
     targets: Mapping[str, Target] = field(default_factory=dict)
     reference: str = "plain"
     minutes: float | None = None
@@ -173,7 +193,8 @@ class BenchConfig:
             check_number("minutes", self.minutes, 0.0, 1e6)
         named: dict[str, tuple[str, ...]] = {"reference": (self.reference,)}
         named |= {f"scenario {name}": s.contenders or () for name, s in self.scenarios.items()}
-        named |= {part: getattr(self, part).contenders for part in ("passes", "profile") if getattr(self, part)}
+        parts = {part: getattr(self, part) for part in ("passes", "profile", "costs")}
+        named |= {part: choice.contenders for part, choice in parts.items() if choice}
         for where, names in named.items():
             unknown = [name for name in names if name not in self.contenders]
             if unknown:
@@ -209,7 +230,7 @@ class BenchConfig:
 
 
 _PARTS: dict[str, type[Any]] = {
-    "models": ModelChoice, "data": DataChoice, "passes": PassChoice, "profile": ProfileChoice,
+    "models": ModelChoice, "data": DataChoice, "passes": PassChoice, "profile": ProfileChoice, "costs": CostChoice,
 }  # fmt: skip
 _TABLES: dict[str, type[Any]] = {"scenarios": Scenario, "targets": Target}
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from specdec.costs import measure_costs
 from specdec.errors import SpecdecError
 from specdec.provenance import device_name
 from specdec.research.bench.config import BenchConfig
@@ -63,7 +64,7 @@ def _check(config: BenchConfig, contenders: Mapping[str, Contender]) -> None:
     reference = contenders[config.reference]
     if not isinstance(reference, Own) or not reference.plain:
         raise SpecdecError(f"reference: {config.reference!r} must be plain decoding: kind specdec without strategies")
-    for part, choice in (("passes", config.passes), ("profile", config.profile)):
+    for part, choice in (("passes", config.passes), ("profile", config.profile), ("costs", config.costs)):
         for name in choice.contenders if choice is not None else ():
             if not isinstance(contenders[name], Own):
                 raise SpecdecError(f"{part}: contender {name!r} must be of kind specdec")
@@ -81,6 +82,7 @@ class _Run:
 
     def all(self) -> None:
         """Passes, then the scenarios in the config's order, each with its profile."""
+        self._costs()
         self._passes()
         self._finish()
         profiled = self.config.profile.scenario if self.config.profile else None
@@ -95,6 +97,20 @@ class _Run:
         self.result["targets"] = judge(self.result, self.config.targets)
         self.result["seconds"]["total"] = time.perf_counter() - self.started
         self.save(self.result)
+
+    def _costs(self) -> None:
+        """Measure the table that contenders choose lengths from, once, and keep it."""
+        choice = self.config.costs
+        if choice is None or not choice.contenders:
+            return
+        self.progress("measuring what passes cost")
+        own = [contender for n, contender in self.contenders.items() if n in choice.contenders]
+        assert all(isinstance(contender, Own) for contender in own)
+        how = (choice.batches, choice.contexts, choice.widths, choice.repeats)
+        table = measure_costs(own[0].decoder, *how)  # type: ignore[attr-defined]
+        for contender in own:
+            contender.costs = table  # type: ignore[attr-defined]
+        self.result["costs"] = table.to_dict()
 
     def _passes(self) -> None:
         choice = self.config.passes

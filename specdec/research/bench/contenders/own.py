@@ -12,6 +12,7 @@ import specdec
 from specdec.acceptance import find_rule
 from specdec.checks import check_chain, check_generation
 from specdec.config import check_exact
+from specdec.costs import CostTable
 from specdec.drafters import make_drafters
 from specdec.engine import Clock
 from specdec.errors import SpecdecError
@@ -20,6 +21,7 @@ from specdec.research.bench.contenders.base import Contender, Output
 from specdec.research.bench.pair import sampled
 from specdec.runner import Runner
 
+DRAFTING = {"acceptance", "draft_length", "costs"}  # options that change no token of a comparable run
 SCENARIOS = {"max_new_tokens", "ignore_eos", "batch_size"}  # options that a scenario sets for all contenders
 
 
@@ -51,6 +53,7 @@ class Own(Contender):
         for option in SCENARIOS & set(self.options.generate):
             raise SpecdecError(f"contender {name}: generate: {option} is the scenario's to say")
         self.generation = check_generation(self.options.generate)
+        self.costs: CostTable | None = None  # a measured table for automatic lengths, in place of the options' own
         check_chain(self.strategies, True, self.generation)
 
     def version(self) -> str | None:
@@ -76,17 +79,18 @@ class Own(Contender):
         target's own draws."""
         mine, theirs = self.options, other.options
         passes = (mine.compile, mine.exact, mine.fuse) == (theirs.compile, theirs.exact, theirs.fuse)
-        drawn = {k: v for k, v in mine.generate.items() if k not in ("acceptance", "draft_length")}
-        same = drawn == {k: v for k, v in theirs.generate.items() if k not in ("acceptance", "draft_length")}
+        drawn = {k: v for k, v in mine.generate.items() if k not in DRAFTING}
+        same = drawn == {k: v for k, v in theirs.generate.items() if k not in DRAFTING}
         draws = find_rule(self.generation.acceptance).name in ("match", "coupled")
         return passes and same and (self.plain or not sampled(mine.generate) or draws)
 
     def run(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, ignore_eos: bool) -> Output:
         decoder = self.decoder
+        costs = {} if self.costs is None else {"costs": self.costs}
         with DraftPasses(decoder.draft) as watched:
             out = decoder.generate(
                 [list(p) for p in prompts], max_new_tokens, strategies=self.strategies, batch_size=len(prompts),
-                ignore_eos=ignore_eos, **self.options.generate,
+                ignore_eos=ignore_eos, **{**self.options.generate, **costs},
             )  # fmt: skip
         if "interrupted" in out.finish_reasons:
             raise KeyboardInterrupt
