@@ -34,7 +34,8 @@ Table = tuple[tuple[tuple[float, ...], ...], ...]
 
 WIDTHS = (1, 2, 3, 5, 9, 13, 17)
 CONTEXTS = (128, 1024)
-CALL_SECONDS = 5e-5  # of a strategy that was not timed, a row
+MANY = 4  # tokens
+CALL_SECONDS = 1e-4  # of a strategy that was not timed, a row, with what is done around it
 SUFFIX_SECONDS = 3e-4
 
 
@@ -159,28 +160,37 @@ def _line(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
 @dataclass(frozen=True)
 class _Machine:
     """bandwidth: bytes a second; arithmetic: operations a second; layer: seconds of a layer beside them; launch: a
-    layer's least, because the host starts its kernels one by one."""
+    layer's least, because the host starts its kernels one by one; fixed: seconds of a pass beside its layers; repeat:
+    part of the weights that passes of MANY tokens and more read again, because their products take another kernel."""
 
     bandwidth: float
     arithmetic: float
     layer: float
     launch: float = 0.0
+    fixed: float = 0.0
+    repeat: float = 0.0
 
-    def seconds(self, runner: Runner, tokens: int) -> float:
-        """A pass: weights are read once, and every token takes two operations a weight."""
+    def seconds(self, runner: Runner, tokens: Sequence[int]) -> tuple[float, ...]:
+        """Passes of so many tokens: every weight is read, and every token takes two operations a weight."""
         head = runner.model.get_output_embeddings()
         table = runner.model.get_input_embeddings().weight
         tied = head is None or head.weight is table
-        weights = [p for p in runner.model.parameters() if tied or p is not table]
+        weights = [(p.numel(), p.element_size()) for p in runner.model.parameters() if tied or p is not table]
         layers = int(getattr(runner.config, "num_hidden_layers", 1))
-        size = sum(p.numel() * p.element_size() for p in weights)
-        work = 2.0 * sum(p.numel() for p in weights) * tokens
-        return max(layers * self.launch, layers * self.layer + size / self.bandwidth + work / self.arithmetic)
+        reading = sum(n * size for n, size in weights) / self.bandwidth
+        each = 2.0 * sum(n for n, _ in weights) / self.arithmetic
+
+        def one(n: int) -> float:
+            read = reading * (1.0 + self.repeat * (n >= MANY))
+            return max(layers * self.launch, self.fixed + layers * self.layer + read + each * n)
+
+        return tuple(one(n) for n in tokens)
 
 
-# Fitted to SmolLM2-135M in float32 on two cores (44, 65 and 88 ms for 1, 5 and 9 tokens), and to an 8B Llama in
-# bfloat16 on an H100: 23-24 ms eagerly, 9.1, 9.9 and 10.3 ms for 1, 8 and 16 tokens by CUDA graphs.
-_CPU = _Machine(bandwidth=17e9, arithmetic=49e9, layer=2.5e-4)
+# Fitted to models in float32 on two cores: SmolLM2-135M takes 44, 65 and 88 ms for 1, 5 and 9 tokens on one machine,
+# and 90, 167 and 205 on another (98 for 3, 165 for 4), where the embedded target takes 41, 45 and 47, its draft 5. And
+# to an 8B Llama in bfloat16 on an H100: 23-24 ms eagerly, 9.1, 9.9 and 10.3 ms for 1, 8 and 16 tokens by CUDA graphs.
+_CPU = _Machine(bandwidth=33e9, arithmetic=70e9, layer=8e-4, fixed=1e-3, repeat=0.6)
 _CUDA = _Machine(bandwidth=3e12, arithmetic=150e12, layer=1.3e-4)
 _CUDA_EAGER = _Machine(bandwidth=3e12, arithmetic=150e12, layer=1.3e-4, launch=7.2e-4)
 _ROUND = 1.5e-3
@@ -188,14 +198,14 @@ _ROUND = 1.5e-3
 
 def nominal_costs(target: Runner, draft: Runner | None = None) -> CostTable:
     """A table computed from sizes, data types and kind of device: the same wherever the models are the same."""
-    widths = (1, 2, 17)
+    widths = (1, MANY - 1, MANY, 17)
 
     def table(runner: Runner) -> Table:
         if runner.device.type == "cpu":
             machine = _CPU
         else:
             machine = _CUDA_EAGER if runner.mode == "off" else _CUDA
-        return ((tuple(machine.seconds(runner, w) for w in widths),),)
+        return ((machine.seconds(runner, widths),),)
 
     made = None if draft is None else table(draft)
     return CostTable(table(target), made, (1,), (0,), widths, _ROUND, device=target.device.type, source="nominal")

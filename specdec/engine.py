@@ -32,7 +32,7 @@ import torch
 
 from specdec.acceptance import UNSOUND
 from specdec.details import details_of
-from specdec.drafters.base import Draft, DraftRequest, RowNoise, RowSampling
+from specdec.drafters.base import NO_DRAFT, Draft, DraftRequest, RowNoise, RowSampling
 from specdec.drafters.chain import Chain
 from specdec.errors import SpecdecError
 from specdec.kv_cache import SHORT, KeptRows, shared_first
@@ -128,6 +128,7 @@ class Engine:
             if self.sampling.row_processors is not None:
                 row.processors = self.sampling.row_processors(row.index, row.prompt, row.stops.max_new_tokens)
                 row.known = to_device(row.prompt, self.runner.device)
+            row.sampling = RowSampling(self.sampling, self.rule.proposal, row.processors)
             self.slots[slot] = row
         self.prefills.append((started, self.clock.mark()))
         for slot, row in rows.items():
@@ -168,7 +169,7 @@ class Engine:
             made = self.chain.draft(requests, len(self.queue))
             drafts = {r.row: draft for r, draft in zip(requests, made, strict=True)}
         for b, row in new:
-            draft = drafts.get(b, Draft())
+            draft = drafts.get(b, NO_DRAFT)
             # A tree is verified in one pass; the first nodes of a tree are a tree.
             row.open_round(draft if draft.parents is None else draft.first(self.shapes.verify_width - 1))
 
@@ -179,7 +180,7 @@ class Engine:
             last=row.last,
             n_max=row.room - 1,
             position=row.size - 1,
-            sampling=RowSampling(self.sampling, self.rule.proposal, row.processors),
+            sampling=row.sampling,
             noise=RowNoise(row.key, fold_int(row.key, row.rounds)),
         )
 

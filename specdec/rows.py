@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.drafters.base import Draft
+from specdec.drafters.base import Draft, RowSampling
 from specdec.stats import RoundRecord
 from specdec.trees import shape_of
 
@@ -59,6 +59,7 @@ class Row:
     logprobs: list[float] = field(default_factory=list)
     origins: list[str | None] = field(default_factory=list)
     processors: Any = None
+    sampling: RowSampling | None = None  # how its tokens are drawn, as drafters are told
     known: Tensor | None = None  # the ids on the device, for text-reading processors
     alone: bool = True  # whether the prompt was computed in passes of its own
     # The open round: what is left of its draft, and what it has drafted and accepted so far.

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from specdec import CostTable
-from tests.helpers.scripted import run_batch
+from specdec.drafters.base import DraftRequest
+from specdec.drafters.length import LengthController
+from tests.helpers.scripted import SHAPES, Scripted, ScriptedModel, run_batch
 
 N = 192
 BATCHES = (1, 2, 4, 8, 16, 32)
@@ -46,3 +50,63 @@ def test_where_prompts_wait_a_fast_row_pays_for_a_slow_one() -> None:
     plain = 8 * N * (costs.seconds("target", 4, 0, 1) + costs.round)
     assert plain / run_batch(scripts, costs, 4, N) > 1.3
     assert plain / 8 / run_batch(scripts[:4], costs, 4, N) >= 0.97
+
+
+# -- what drafting costs besides passes --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_listening_to_silent_rows_costs_a_small_part_of_the_rounds_of_all(batch: int) -> None:
+    """A call for every row and round would take a third of a plain round of 32 rows here."""
+    costs = replace(batches(0.3), calls={"scripted": 0.02})
+    controller = LengthController([Scripted()], [True], costs, SHAPES, batch, free=True)
+    rows = range(batch)
+    heard: list[int] = []
+    for size in range(40, 140):
+        requests = [DraftRequest(row, np.arange(size), size, 400 - size, size) for row in rows]
+        controller.open(requests)
+        for row in rows:
+            controller.credit[row] = 0.0  # nothing may be drafted
+        heard += controller.ask(0, dict(enumerate(requests)))
+        for row in rows:
+            controller.accept(row, None, 0, 0)
+    plain = costs.seconds("target", batch, 0, 1) + costs.round
+    assert 0 < len(heard) * 0.02 <= 0.011 * 100 * plain
+    if len(heard) >= 2 * batch:  # and every row has its turn
+        counts = np.bincount(heard, minlength=batch)
+        assert counts.min() >= counts.max() - 2
+
+
+def test_a_row_that_guesses_right_is_heard_first() -> None:
+    costs = replace(batches(0.3), calls={"scripted": 0.02})
+    controller = LengthController([Scripted()], [True], costs, SHAPES, 4, free=True)
+    requests = [DraftRequest(row, np.arange(40), 40, 100, 40) for row in range(4)]
+    controller.open(requests)
+    controller._row(0, 2).acceptance.streak = 3
+    controller._row(0, 1).silent = 50
+    controller.budgets[0, -1] = 0.02
+    for row in range(4):
+        controller.credit[row] = 0.0
+    assert list(controller.ask(0, dict(enumerate(requests)))) == [2]
+
+
+def test_no_draft_model_reads_prompts_that_its_drafts_will_hardly_earn_back() -> None:
+    """Prompts are read row by row on a CPU: 16 of them take as long as 16 passes; a short text gives little back."""
+
+    def drafts(batch: int, room: int) -> int:
+        table = batches(0.06)
+        passes = tuple((tuple(0.2 * t for t in block[0]),) for block in table.target)
+        costs = replace(table, draft=passes)
+        controller = LengthController([ScriptedModel([], costs)], [True], costs, SHAPES, batch, free=True)
+        requests = [DraftRequest(row, np.arange(64), 64, room, 64) for row in range(batch)]
+        lengths = 0
+        for _ in range(20):  # also not as a trial after some rounds
+            controller.open(requests)
+            lengths += len(controller.ask(0, dict(enumerate(requests))))
+            for row in range(batch):
+                controller.accept(row, None, 0, 0)
+        return lengths
+
+    assert drafts(1, 47) > 0
+    assert drafts(16, 47) == 0
+    assert drafts(16, 2000) > 0

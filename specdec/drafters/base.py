@@ -87,6 +87,11 @@ class DraftRequest:
         """Most tokens to propose for a strategy whose own limit is `own`."""
         return own if self.n_max <= 0 else min(own, self.n_max)
 
+    def up_to(self, n: int) -> DraftRequest:
+        """The same with another n_max."""
+        # Spelt out: dataclasses.replace is slow enough to be seen in rounds of many rows.
+        return DraftRequest(self.row, self.tokens, self.last, n, self.position, self.sampling, self.noise)
+
 
 @dataclass(frozen=True)
 class Draft:
@@ -229,6 +234,9 @@ def suffix_matches(text: np.ndarray, pattern: np.ndarray) -> tuple[np.ndarray, i
             break
         ends, n = longer, n + 1
     return ends + 1, n
+
+
+NO_DRAFT = Draft()
 
 
 def empty_like(requests: Sequence[DraftRequest]) -> list[Draft]:

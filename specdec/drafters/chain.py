@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from specdec.drafters.base import Draft, DraftContext, Drafter, DraftRequest, Tokens
+from specdec.drafters.base import NO_DRAFT, Draft, DraftContext, Drafter, DraftRequest, Tokens
 from specdec.errors import SpecdecError
 from specdec.reader import HostReader
 from specdec.runner import PassOutput
@@ -101,7 +101,7 @@ class Chain:
 
     def draft(self, requests: Sequence[DraftRequest], queued: int = 0) -> list[Draft]:
         """One draft per request, in order; empty where no strategy had one. queued: prompts that wait for a slot."""
-        drafts = [Draft() for _ in requests]
+        drafts = [NO_DRAFT] * len(requests)
         waiting = list(range(len(requests)))
         if self.lengths is not None:
             self.lengths.open(requests, queued)

@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
-
-import numpy as np
 
 from specdec.costs import CostTable
 from specdec.drafters.base import Draft, Drafter, DraftRequest, RowDrafter
@@ -24,46 +22,47 @@ from specdec.runner import Shapes
 
 # Chosen on continuations of HumanEval and GSM8K prompts and on made-up sequences, which no published figure uses.
 _LONGEST_STREAK = 9  # longer ones are taken for this
-_PLACES = np.array([0, 1, 2, 3, 3, 4, 4, 4, 4] + [5] * 600)  # in a table by streak
-_PRIOR_FREE = np.array([0.25, 0.5, 0.65, 0.75, 0.8, 0.9])
-_PRIOR_MODEL = np.array([0.6, 0.65, 0.7, 0.75, 0.8, 0.85])
+_PLACES = [0, 1, 2, 3, 3, 4, 4, 4, 4] + [5] * 600  # in a table by streak
+_PRIOR_FREE = (0.25, 0.5, 0.65, 0.75, 0.8, 0.9)
+_PRIOR_MODEL = (0.6, 0.65, 0.7, 0.75, 0.8, 0.85)
 _PRIOR_WEIGHT = 10.0  # guesses
 _MEMORY = 0.98  # of a guess, after each further one
 _ADVANCE = 0.02  # of the plain time to the row's limit, that may be spent before anything was gained
 _SHARE = 0.01  # of every token's plain time, that may be spent
+_STAKE = 0.5  # of its credit, that a row may lose in one round by more than one drafted token
+_CERTAIN = 6.0  # times that reading a prompt must be expected to come back: that is a guess, and credit may end
 _FIRST_RETRY = 8  # rounds
 _CONTEXT_STEP = 128  # tokens: costs are looked up at its multiples
-_CHEAP = 0.01  # of a plain round: what asking a silent strategy may cost on average
+_CHEAP = 0.01  # of a plain round: what asking a silent strategy may cost on average, all rows together
 
 
-@dataclass
 class Acceptance:
-    """How often a strategy guesses right in one row, by its streak: Beta estimates that forget. prior: float64 [6]."""
+    """How often a strategy guesses right in one row, by its streak: Beta estimates that forget. prior: six rates."""
 
-    prior: np.ndarray
-    streak: int = 0
-
-    def __post_init__(self) -> None:
-        self.right = np.zeros(len(self.prior))  # what the guesses add to the prior
-        self.tested = np.zeros(len(self.prior))
+    def __init__(self, prior: Sequence[float], streak: int = 0):
+        self.prior, self.streak = prior, streak
+        self.right = [0.0] * len(prior)  # what the guesses add to the prior
+        self.tested = [0.0] * len(prior)
 
     def learn(self, right: int, wrong: bool) -> None:
         """`right` tested tokens stood; `wrong`: then one was tested that did not."""
         for is_right in [True] * right + [False] * wrong:
             place = _PLACES[min(self.streak, _LONGEST_STREAK)]
-            self.right *= _MEMORY
-            self.tested *= _MEMORY
+            self.right = [_MEMORY * x for x in self.right]
+            self.tested = [_MEMORY * x for x in self.tested]
             self.right[place] += is_right
             self.tested[place] += 1.0
             self.streak = self.streak + 1 if is_right else 0
 
-    def expected(self, longest: int) -> np.ndarray:
-        """Expected tokens of a round with 0..longest drafted tokens, the one that follows included; float64."""
-        rates = (self.prior * _PRIOR_WEIGHT + self.right) / (_PRIOR_WEIGHT + self.tested)
-        start = min(self.streak, _LONGEST_STREAK)
-        tokens = np.ones(longest + 1)
-        np.cumprod(rates[_PLACES[start : start + longest]], out=tokens[1:])
-        return np.cumsum(tokens)
+    def expected(self, longest: int) -> list[float]:
+        """Expected tokens of a round with 0..longest drafted tokens, the one that follows included."""
+        total, stands = 1.0, 1.0
+        tokens, start = [total], min(self.streak, _LONGEST_STREAK)
+        for place in _PLACES[start : start + longest]:
+            stands *= (self.prior[place] * _PRIOR_WEIGHT + self.right[place]) / (_PRIOR_WEIGHT + self.tested[place])
+            total += stands
+            tokens.append(total)
+        return tokens
 
 
 @dataclass
@@ -127,12 +126,16 @@ class LengthController:
         self.costs, self.shapes, self.together = costs, shapes, free or all(self.free)
         self.batch = batch if self.together else 1
         self.longest = shapes.verify_width - 1
-        self.known: dict[tuple[int, int], _RowOf] = {}
+        self.known: list[dict[int, _RowOf]] = [{} for _ in drafters]
         self.credit: dict[int, float] = {}
+        self.budgets: dict[tuple[int, int], float] = {}  # (strategy, row or -1: all) -> seconds for listening
         self.waiting = 0  # prompts without a slot
         self.asked: dict[int, int] = {}  # row -> tokens to verify, in the open round
         self.rounds: dict[int, _Round] = {}  # row -> its open round
         self.passes = lru_cache(maxsize=64)(self._passes)
+        self.draft_passes = lru_cache(maxsize=4096)(
+            lambda batch, step, width: costs.seconds("draft", batch, step * _CONTEXT_STEP, width)
+        )
 
     # -- what the chain calls ------------------------------------------------------------------------------------
 
@@ -141,7 +144,8 @@ class LengthController:
         self.credit.pop(row, None)
         self.rounds.pop(row, None)
         for index in range(len(self.names)):
-            self.known.pop((index, row), None)
+            self.known[index].pop(row, None)
+            self.budgets.pop((index, row), None)
 
     def open(self, requests: Sequence[DraftRequest], waiting: int = 0) -> None:
         """A round begins: score the guesses that the text has answered since the last one. waiting: prompts that have
@@ -165,12 +169,13 @@ class LengthController:
             rows = [requests[i] for i in group]
             k = self._choose(index, rows)
             self._spend(index, rows, k)
+            heard = self._heard(index, rows) if self.free[index] and k == 0 else {r.row for r in rows}
             for i, request in zip(group, rows, strict=True):
                 n = self.asked[request.row] = min(k, request.n_max)
-                if self.free[index] and (n or self._listens(index, request.row)):
+                if self.free[index] and request.row in heard:
                     n += 1  # one more than will be verified: the text will show whether it was right
                 if n:
-                    asked[i] = replace(request, n_max=n)
+                    asked[i] = request.up_to(n)
         return asked
 
     def cut(self, index: int, request: DraftRequest, draft: Draft) -> Draft:
@@ -185,7 +190,7 @@ class LengthController:
             draft = draft.first(self.asked[request.row])
         n = len(draft) if self.free[index] else self.asked[request.row]
         if len(draft) > 0:
-            now.tokens += float(known.acceptance.expected(n)[n]) - 1.0
+            now.tokens += known.acceptance.expected(n)[n] - 1.0
             now.longest = max(now.longest, n)
         return draft
 
@@ -212,20 +217,28 @@ class LengthController:
         now = self.rounds[rows[0].row]
         known = [self._row(index, r.row) for r in rows]
         limits = [min(r.n_max, self.longest) for r in rows]
-        k = np.arange(max(limits) + 1)
-        seconds = self._spent(index, rows, k)
-        tokens = np.full(len(k), len(now.rows) - len(rows) + now.tokens)
-        for row, limit in zip(known, limits, strict=True):
-            tokens += row.acceptance.expected(limit)[np.minimum(k, limit)]
+        seconds = self._spent(index, rows, max(limits))
+        plain, credit = self.seconds(now.context, 1), self._credit(now)
+        most = [0.0, (1.0 + credit) * plain] + [(1.0 + _STAKE * credit) * plain] * max(limits)
+        affordable = [k for k, s in enumerate(seconds) if k == 0 or s <= most[k]]
+        others = len(now.rows) - len(rows) + now.tokens
+        tokens = self._expected(known, limits, affordable[-1], others)
         reading = self._reading(index, rows)
-        rates = tokens / (seconds + (k > 0) * reading * tokens / len(now.rows))
-        credit = self._credit(now)
-        affordable = (k == 0) | (seconds / self.seconds(now.context, 1) - 1.0 <= credit)
-        best = int(np.where(affordable, rates, 0.0).argmax())
-        if self.free[index] or best or len(k) == 1 or not affordable[1]:
+        rates = [tokens[k] / (seconds[k] + (k > 0) * reading * tokens[k] / len(now.rows)) for k in affordable]
+        best = affordable[rates.index(max(rates))]
+        if self.free[index] or best or affordable[1:2] != [1] or not any(row.read for row in known):
             return best
-        if_right = (tokens[0] + len(rows) * k) / (seconds + (k > 0) * reading)
-        return 1 if if_right.max() > rates[0] and self._due(known) else 0
+        if_right = max((tokens[0] + len(rows) * k) / (s + reading) for k, s in enumerate(seconds) if k)
+        return 1 if if_right > rates[0] and self._due(known) else 0
+
+    def _expected(self, known: Sequence[_RowOf], limits: Sequence[int], longest: int, others: float) -> list[float]:
+        """Expected tokens of a round with 0..longest drafted tokens a row, but no more than a row's limit."""
+        total = [others] * (longest + 1)
+        for row, limit in zip(known, limits, strict=True):
+            tokens = row.acceptance.expected(min(limit, longest))
+            tokens += [tokens[-1]] * (longest - limit)
+            total = [x + y for x, y in zip(total, tokens, strict=True)]
+        return total
 
     def _credit(self, now: _Round) -> float:
         """What the rows of a round may lose. Where prompts wait, a slot that a fast row leaves is used, and their sum
@@ -243,16 +256,22 @@ class LengthController:
             row.retry *= 2
         return True
 
-    def _listens(self, index: int, row: int) -> bool:
-        """Whether a silent strategy without a model is asked all the same, to be scored: if that is cheap, always."""
-        now, known = self.rounds[row], self._row(index, row)
-        known.silent += 1
-        cost = self.costs.call(self.names[index])
-        if known.silent * _CHEAP * self.seconds(now.context, 1) < cost:
-            return False
-        known.silent = 0
-        now.drafting += cost
-        return True
+    def _heard(self, index: int, rows: Sequence[DraftRequest]) -> set[int]:
+        """Rows in which a silent strategy without a model is asked all the same, to be scored: as many as a small part
+        of the round pays for, all rows together; first those that it guesses right, then the longest unheard."""
+        now, cost = self.rounds[rows[0].row], self.costs.call(self.names[index])
+        for r in rows:
+            self._row(index, r.row).silent += 1
+        key = (index, -1 if self.together else rows[0].row)
+        budget = self.budgets.get(key, 0.0) + _CHEAP * self.seconds(now.context, 1)
+        n = min(len(rows), int(budget / cost)) if cost else len(rows)
+        self.budgets[key] = min(budget - n * cost, len(rows) * cost)
+        now.drafting += n * cost
+        known = {r.row: self._row(index, r.row) for r in rows}
+        heard = sorted(known, key=lambda row: (known[row].acceptance.streak == 0, -known[row].silent))[:n]
+        for row in heard:
+            known[row].silent = 0
+        return set(heard)
 
     # -- costs ---------------------------------------------------------------------------------------------------
 
@@ -260,59 +279,64 @@ class LengthController:
         """Book the drafting of k tokens."""
         if k == 0:
             return
-        self.rounds[rows[0].row].drafting += float(self._drafting(index, rows, np.array([k]))[0])
+        first, step = self._drafting(index, rows)
+        self.rounds[rows[0].row].drafting += first + (k - 1) * step
         for r in rows:
             known = self._row(index, r.row)
             known.silent, known.read = 0, r.position + 1
 
-    def _spent(self, index: int, rows: Sequence[DraftRequest], k: np.ndarray) -> np.ndarray:
-        """Seconds of the round if strategy `index` drafts k tokens for `rows`, for every k [n]."""
+    def _spent(self, index: int, rows: Sequence[DraftRequest], longest: int) -> list[float]:
+        """Seconds of the round if strategy `index` drafts 0..longest tokens for `rows`."""
         now = self.rounds[rows[0].row]
-        width = 1 + np.maximum(k, now.longest)
-        return self._rounds(now.context)[width] + now.drafting + self._drafting(index, rows, k)
+        first, step = self._drafting(index, rows)
+        rounds = self._rounds(now.context)
+        drafting = [0.0, *(first + k * step for k in range(longest))]
+        return [rounds[1 + max(k, now.longest)] + now.drafting + drafting[k] for k in range(longest + 1)]
 
-    def _drafting(self, index: int, rows: Sequence[DraftRequest], k: np.ndarray) -> np.ndarray:
-        """Seconds of drafting k tokens, for every k [n]. Of a text that a draft model has never seen, see _reading."""
+    def _drafting(self, index: int, rows: Sequence[DraftRequest]) -> tuple[float, float]:
+        """Seconds of drafting one token, and of each further one. Of a text that a draft model has never seen, see
+        _reading."""
         if self.free[index]:
-            return (k > 0) * self.costs.call(self.names[index]) * len(rows)
+            return self.costs.call(self.names[index]) * len(rows), 0.0
         if self.costs.draft is None or self.names[index] != "draft-model":
-            return np.zeros(len(k))
+            return 0.0, 0.0
         read = [(r.position + 1, self._row(index, r.row).read) for r in rows]
         behind = max(size - known if known else 1 for size, known in read)
         context = self.rounds[rows[0].row].context
-        first, step = (self._draft_pass(context, width) for width in (behind, 1))
-        return (k > 0) * (first + (k - 1) * step)
+        return self._draft_pass(self.batch, context, behind), self._draft_pass(self.batch, context, 1)
 
     def _reading(self, index: int, rows: Sequence[DraftRequest]) -> float:
-        """Seconds that a draft model takes for prompts it has not read, spread over the tokens these rows may emit."""
+        """Seconds that a draft model takes for prompts it has not read, spread over the tokens these rows may emit, as
+        often as they must be expected to come back."""
         if self.free[index] or self.costs.draft is None or self.names[index] != "draft-model":
             return 0.0
         unread = [r for r in rows if self._row(index, r.row).read == 0]
-        return sum(self._draft_pass(r.position, r.position + 1) / (r.n_max + 1) for r in unread) / self.batch
+        fed = self.batch if self.shapes.together else 1  # rows to a pass
+        return _CERTAIN * sum(self._draft_pass(fed, r.position, r.position + 1) / (r.n_max + 1) for r in unread) / fed
 
-    def _draft_pass(self, context: int, width: int) -> float:
-        return self.costs.seconds("draft", self.batch, context, width)
+    def _draft_pass(self, batch: int, context: int, width: int) -> float:
+        return self.draft_passes(batch, context // _CONTEXT_STEP, width)
 
     def seconds(self, context: int, width: int) -> float:
         """A round without its drafting, whose pass feeds `width` tokens to each row."""
-        return float(self._rounds(context)[width])
+        return self._rounds(context)[width]
 
-    def _rounds(self, context: int) -> np.ndarray:
+    def _rounds(self, context: int) -> list[float]:
         """Such rounds by width, 0 included."""
         return self.passes(context // _CONTEXT_STEP)
 
-    def _passes(self, step: int) -> np.ndarray:
+    def _passes(self, step: int) -> list[float]:
         widths = [self.shapes.width(w) for w in range(self.longest + 2)]
-        target = [self.costs.seconds("target", self.batch, step * _CONTEXT_STEP, w) for w in widths]
-        return np.array(target) + self.costs.round
+        return [self.costs.seconds("target", self.batch, step * _CONTEXT_STEP, w) + self.costs.round for w in widths]
 
     # -- rows ----------------------------------------------------------------------------------------------------
 
     def _row(self, index: int, row: int) -> _RowOf:
-        if (index, row) not in self.known:
-            prior = _PRIOR_FREE if self.free[index] else _PRIOR_MODEL
-            self.known[index, row] = _RowOf(Acceptance(prior))
-        return self.known[index, row]
+        known = self.known[index].get(row)
+        if known is None:
+            known = _RowOf(Acceptance(_PRIOR_FREE if self.free[index] else _PRIOR_MODEL))
+            self.known[index][row] = known
+        return known
 
     def _score(self, known: _RowOf, request: DraftRequest) -> None:
         """Compare the last guess with what was emitted; no guess is no streak."""
