@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
 import platform
+import re
 import subprocess
 import time
 from pathlib import Path
