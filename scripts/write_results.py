@@ -132,7 +132,7 @@ def _made_with(result: dict[str, Any]) -> str:
         f"Measured by `specdec bench --exactness` on {result['date']}: {machine['gpu'] or machine['processor']}, torch "
         f"{versions['torch']}, transformers {versions['transformers']}, specdec {versions['specdec']} at commit "
         f"{result['commit']}. Target {model} ({size}), draft {draft}; {config['dataset']}, {config['max_new_tokens']} "
-        "tokens a row, eager passes."
+        'tokens a row, `compile="auto"`.'
     )
 
 

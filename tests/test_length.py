@@ -137,13 +137,13 @@ def test_a_strategy_without_a_model_is_scored_while_it_is_silent() -> None:
 
 def test_a_strategy_with_a_model_is_tried_again_ever_more_seldom() -> None:
     model = ScriptedModel([], CPU)
-    records, _ = run(model, CPU, 400)
+    records, _ = run(model, CPU, 1600)
     tries = np.flatnonzero([r.drafted for r in records])
-    gaps = np.diff(tries[tries > 80])
-    assert len(gaps) >= 1
+    gaps = np.diff(tries[tries > 120])
+    assert len(gaps) >= 2
     assert (gaps[1:] > gaps[:-1]).all()
-    good = ScriptedModel([False] * 100 + [True] * 300, CPU)
-    records, _ = run(good, CPU, 400)
+    good = ScriptedModel([False] * 100 + [True] * 1500, CPU)
+    records, _ = run(good, CPU, 1600)
     assert max(r.drafted for r in records[-5:]) > 4
 
 

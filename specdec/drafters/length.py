@@ -27,13 +27,13 @@ _PRIOR_FREE = (0.25, 0.5, 0.65, 0.75, 0.8, 0.9)
 _PRIOR_MODEL = (0.6, 0.65, 0.7, 0.75, 0.8, 0.85)
 _PRIOR_WEIGHT = 10.0  # guesses
 _MEMORY = 0.98  # of a guess, after each further one
-_ADVANCE = 0.02  # of the plain time to the row's limit, that may be spent before anything was gained
+_ADVANCE = 0.01  # of the plain time to the row's limit, that may be spent before anything was gained
 _SHARE = 0.01  # of every token's plain time, that may be spent
 _STAKE = 0.5  # of its credit, that a row may lose in one round by more than one drafted token
 _CERTAIN = 6.0  # times that reading a prompt must be expected to come back: that is a guess, and credit may end
 _FIRST_RETRY = 8  # rounds
 _CONTEXT_STEP = 128  # tokens: costs are looked up at its multiples
-_CHEAP = 0.01  # of a plain round: what asking a silent strategy may cost on average, all rows together
+_CHEAP = 0.004  # of a plain round: what asking a silent strategy may cost on average, all rows together
 
 
 class Acceptance:
