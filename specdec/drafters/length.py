@@ -221,6 +221,8 @@ class LengthController:
         plain, credit = self.seconds(now.context, 1), self._credit(now)
         most = [0.0, (1.0 + credit) * plain] + [(1.0 + _STAKE * credit) * plain] * max(limits)
         affordable = [k for k, s in enumerate(seconds) if k == 0 or s <= most[k]]
+        if affordable == [0]:
+            return 0
         others = len(now.rows) - len(rows) + now.tokens
         tokens = self._expected(known, limits, affordable[-1], others)
         reading = self._reading(index, rows)
@@ -267,6 +269,8 @@ class LengthController:
         n = min(len(rows), int(budget / cost)) if cost else len(rows)
         self.budgets[key] = min(budget - n * cost, len(rows) * cost)
         now.drafting += n * cost
+        if n == 0:
+            return set()
         known = {r.row: self._row(index, r.row) for r in rows}
         heard = sorted(known, key=lambda row: (known[row].acceptance.streak == 0, -known[row].silent))[:n]
         for row in heard:
