@@ -178,7 +178,7 @@ SEQUENCES = {
 
 
 def bound(costs: CostTable, n: int) -> float:
-    return n * (costs.seconds("target", 1, 0, 1) + costs.round) / 0.97
+    return n * (costs.seconds("target", 1, 0, 1) + costs.round) * 1.02
 
 
 @pytest.mark.parametrize("model", [False, True], ids=["without a model", "with a model"])

@@ -10,7 +10,8 @@ import pytest
 from specdec import CostTable
 from specdec.drafters.base import DraftRequest
 from specdec.drafters.length import LengthController
-from tests.helpers.scripted import SHAPES, Scripted, ScriptedModel, run_batch
+from specdec.research.replay import replay
+from tests.helpers.scripted import SHAPES, Scripted, ScriptedModel, controlled, run_batch, text
 
 N = 192
 BATCHES = (1, 2, 4, 8, 16, 32)
@@ -39,7 +40,7 @@ def test_row_19_no_batch_takes_longer_than_plain_decoding_may(batch: int, slope:
         "mixed": [[bool(x) for x in rng.random(N) < rng.random()] for _ in range(batch)],
     }  # fmt: skip
     gains = {name: plain / run_batch(scripts, costs, batch, N) for name, scripts in rows.items()}
-    assert min(gains.values()) >= 0.97, gains
+    assert min(gains.values()) >= 1 / 1.02, gains
     assert gains["always"] > 1.5
 
 
@@ -57,7 +58,7 @@ def test_where_prompts_wait_a_fast_row_pays_for_a_slow_one() -> None:
 
 @pytest.mark.parametrize("batch", BATCHES)
 def test_listening_to_silent_rows_costs_a_small_part_of_the_rounds_of_all(batch: int) -> None:
-    """A call for every row and round would take a third of a plain round of 32 rows here."""
+    """A call for every row and round would take a sixth of a plain round of 32 rows here."""
     costs = replace(batches(0.3), calls={"scripted": 0.02})
     controller = LengthController([Scripted()], [True], costs, SHAPES, batch, free=True)
     rows = range(batch)
@@ -71,7 +72,7 @@ def test_listening_to_silent_rows_costs_a_small_part_of_the_rounds_of_all(batch:
         for row in rows:
             controller.accept(row, None, 0, 0)
     plain = costs.seconds("target", batch, 0, 1) + costs.round
-    assert 0 < len(heard) * 0.02 <= 0.0045 * 100 * plain
+    assert 0 < len(heard) * 0.02 <= 0.0055 * 100 * plain
     if len(heard) >= 2 * batch:  # and every row has its turn
         counts = np.bincount(heard, minlength=batch)
         assert counts.min() >= counts.max() - 2
@@ -110,3 +111,48 @@ def test_no_draft_model_reads_prompts_that_its_drafts_will_hardly_earn_back() ->
     assert drafts(1, 47) > 0
     assert drafts(16, 47) == 0
     assert drafts(16, 2000) > 0
+
+
+def test_silent_strategies_share_what_listening_may_cost() -> None:
+    """Seven that never guess right: the bound holds for their chain as for one of them."""
+    costs = replace(batches(0.06), calls={"scripted": 0.005})
+    for n in (1, 7):
+        chain = controlled([Scripted() for _ in range(n)], costs)
+        records = replay(chain, *text(1000))
+        calls = sum(c.n_call_draft for c in chain.counters.values())
+        plain = costs.seconds("target", 1, 0, 1) + costs.round
+        seconds = sum(costs.seconds("target", 1, 0, 1 + r.drafted) + costs.round for r in records) + 0.005 * calls
+        assert seconds <= 1.02 * 1000 * plain
+
+
+def test_a_strategy_whose_call_is_dear_is_heard_through_a_streak() -> None:
+    """A call costs more than a round may spend on listening; three rounds after it starts to be right it is drafted."""
+    costs = replace(batches(0.06), calls={"scripted": 0.015})
+    records = replay(controlled([Scripted([False] * 200 + [True] * 200)], costs), *text(400))
+    size, first = 0, None
+    for record in records:
+        if first is None and size >= 200 and record.drafted:
+            first = size
+        size += record.accepted + 1
+    assert first is not None
+    assert first < 260
+
+
+def test_one_draft_stakes_half_of_the_credit_unless_it_is_as_cheap_as_one_token() -> None:
+    costs = replace(batches(0.3), calls={"scripted": 0.0})
+    controller = LengthController([Scripted()], [True], costs, SHAPES, 1, free=True)
+    [request] = [DraftRequest(0, np.arange(40), 40, 100, 40)]
+    controller.open([request])
+    controller._row(0, 0).acceptance.prior = [0.95] * 6
+    extra = costs.seconds("target", 1, 0, 5) - costs.seconds("target", 1, 0, 1)
+    plain = costs.seconds("target", 1, 0, 1) + costs.round
+    controller.credit[0] = 2 * extra / plain + 1e-9
+    assert controller._choose(0, [request]) == 4
+    controller.credit[0] = extra / 4 / plain + 1e-9  # one token and no more
+    assert controller._choose(0, [request]) == 1
+    eight = replace(SHAPES, widths=(1, 8, 17))  # all up to seven tokens cost the same
+    controller = LengthController([Scripted()], [True], costs, eight, 1, free=True)
+    controller.open([request])
+    controller._row(0, 0).acceptance.prior = [0.95] * 6
+    controller.credit[0] = (costs.seconds("target", 1, 0, 8) - costs.seconds("target", 1, 0, 1)) / plain + 1e-9
+    assert controller._choose(0, [request]) == 7

@@ -36,7 +36,7 @@ def bench_config(
 
 
 def only(config: BenchConfig, names: set[str]) -> BenchConfig:
-    """A config without the other contenders; scenarios, passes and profiles of nobody go. Raises SpecdecError."""
+    """A config without the other contenders; what is of nobody then goes. Raises SpecdecError."""
     unknown = sorted(names - set(config.contenders))
     if unknown:
         raise SpecdecError(f"no contender {unknown[0]!r}; there are {', '.join(config.contenders)}")

@@ -33,7 +33,8 @@ _STAKE = 0.5  # of its credit, that a row may lose in one round by more than one
 _CERTAIN = 6.0  # times that reading a prompt must be expected to come back: that is a guess, and credit may end
 _FIRST_RETRY = 8  # rounds
 _CONTEXT_STEP = 128  # tokens: costs are looked up at its multiples
-_CHEAP = 0.004  # of a plain round: what asking a silent strategy may cost on average, all rows together
+_CHEAP = 0.005  # of a plain round: what asking silent strategies may cost on average, all of them and all rows together
+_OVERDRAWN = 3  # calls that may be made before their time, of rows that are guessed right: a pause ends a streak
 
 
 class Acceptance:
@@ -126,6 +127,7 @@ class LengthController:
         self.costs, self.shapes, self.together = costs, shapes, free or all(self.free)
         self.batch = batch if self.together else 1
         self.longest = shapes.verify_width - 1
+        self.cheap = _CHEAP / max(1, sum(a and f for a, f in zip(self.automatic, self.free, strict=True)))
         self.known: list[dict[int, _RowOf]] = [{} for _ in drafters]
         self.credit: dict[int, float] = {}
         self.budgets: dict[tuple[int, int], float] = {}  # (strategy, row or -1: all) -> seconds for listening
@@ -219,8 +221,8 @@ class LengthController:
         limits = [min(r.n_max, self.longest) for r in rows]
         seconds = self._spent(index, rows, max(limits))
         plain, credit = self.seconds(now.context, 1), self._credit(now)
-        most = [0.0, (1.0 + credit) * plain] + [(1.0 + _STAKE * credit) * plain] * max(limits)
-        affordable = [k for k, s in enumerate(seconds) if k == 0 or s <= most[k]]
+        one, more = (1.0 + credit) * plain, (1.0 + min(credit, _STAKE * credit)) * plain
+        affordable = [k for k, s in enumerate(seconds) if k == 0 or s <= (one if s <= seconds[1] else more)]
         if affordable == [0]:
             return 0
         others = len(now.rows) - len(rows) + now.tokens
@@ -228,9 +230,11 @@ class LengthController:
         reading = self._reading(index, rows)
         rates = [tokens[k] / (seconds[k] + (k > 0) * reading * tokens[k] / len(now.rows)) for k in affordable]
         best = affordable[rates.index(max(rates))]
-        if self.free[index] or best or affordable[1:2] != [1] or not any(row.read for row in known):
+        unknown = reading > 0 and not any(row.read for row in known)
+        if self.free[index] or best or affordable[1] != 1 or unknown:
             return best
-        if_right = max((tokens[0] + len(rows) * k) / (s + reading) for k, s in enumerate(seconds) if k)
+        right = [tokens[0] + len(rows) * k for k in range(len(seconds))]
+        if_right = max(n / (s + reading * n / len(now.rows)) for n, s in zip(right[1:], seconds[1:], strict=True))
         return 1 if if_right > rates[0] and self._due(known) else 0
 
     def _expected(self, known: Sequence[_RowOf], limits: Sequence[int], longest: int, others: float) -> list[float]:
@@ -259,19 +263,21 @@ class LengthController:
         return True
 
     def _heard(self, index: int, rows: Sequence[DraftRequest]) -> set[int]:
-        """Rows in which a silent strategy without a model is asked all the same, to be scored: as many as a small part
-        of the round pays for, all rows together; first those that it guesses right, then the longest unheard."""
+        """Rows in which a silent strategy without a model is asked all the same, to be scored: as many as its share of
+        a small part of the round pays for; first those that it guesses right, then the longest unheard."""
         now, cost = self.rounds[rows[0].row], self.costs.call(self.names[index])
         for r in rows:
             self._row(index, r.row).silent += 1
         key = (index, -1 if self.together else rows[0].row)
-        budget = self.budgets.get(key, 0.0) + _CHEAP * self.seconds(now.context, 1)
-        n = min(len(rows), int(budget / cost)) if cost else len(rows)
+        budget = self.budgets.get(key, 0.0) + self.cheap * self.seconds(now.context, 1)
+        known = {r.row: self._row(index, r.row) for r in rows}
+        guessed = sum(row.acceptance.streak > 0 for row in known.values())
+        paid = budget // cost if cost else len(rows)  # calls; a float, perhaps below 0
+        n = int(max(0, min(len(rows), max(paid, min(guessed, paid + _OVERDRAWN)))))
         self.budgets[key] = min(budget - n * cost, len(rows) * cost)
         now.drafting += n * cost
         if n == 0:
             return set()
-        known = {r.row: self._row(index, r.row) for r in rows}
         heard = sorted(known, key=lambda row: (known[row].acceptance.streak == 0, -known[row].silent))[:n]
         for row in heard:
             known[row].silent = 0

@@ -10,8 +10,7 @@ mode and sampling, and compares the rows. Rows that differ are explained by `why
 - `float16`: as `batch-8` with exact mode, in the other half precision (on a GPU).
 
 The target can be inflated (research/inflate.py), so that real text is decoded at the cost of a large model; without a
-draft model of its own the target, coarsened and not inflated, drafts. Passes run eagerly so far; a setting for graphs
-belongs into `Group`, beside `exact`.
+draft model of its own the target, coarsened and not inflated, drafts. Passes run as `compile="auto"` has them.
 """
 
 from __future__ import annotations

@@ -126,9 +126,13 @@ class CostChoice:
     repeats: int = 5
 
     def __post_init__(self) -> None:
-        for name in ("batches", "contexts", "widths"):
-            for value in getattr(self, name):
+        for name, least in (("batches", 1), ("contexts", 1), ("widths", 2)):
+            values = list(getattr(self, name))
+            for value in values:
                 check_whole(f"costs: {name}", value, 1)
+            if len(values) < least or values != sorted(set(values)) or (name != "contexts" and values[0] != 1):
+                start = "" if name == "contexts" else " from 1"
+                raise SpecdecError(f"costs: {name} must be {least} or more numbers that ascend{start}, got {values}")
         check_whole("costs: repeats", self.repeats, 1)
 
 

@@ -39,7 +39,7 @@ def profile_rounds(
 ) -> dict[str, Any]:
     """The table of `rounds` rounds of one row, after `skip` that are not looked at; fewer where the row ends."""
     decoder = contender.decoder
-    options = {**contender.options.generate, "max_new_tokens": max_new_tokens, "ignore_eos": True, "batch_size": 1}
+    options = {**contender.generate_options, "max_new_tokens": max_new_tokens, "ignore_eos": True, "batch_size": 1}
     call = decoder._call([list(prompt)], contender.strategies, **options)
     device = decoder.target.device
     on_gpu = device.type == "cuda"

@@ -68,6 +68,12 @@ def _check(config: BenchConfig, contenders: Mapping[str, Contender]) -> None:
         for name in choice.contenders if choice is not None else ():
             if not isinstance(contenders[name], Own):
                 raise SpecdecError(f"{part}: contender {name!r} must be of kind specdec")
+    measured = [c for n, c in contenders.items() if config.costs and n in config.costs.contenders]
+    if len({c.passes for c in measured if isinstance(c, Own)}) > 1:
+        raise SpecdecError("costs: contenders differ in compile, draft_compile, exact or fuse: one table is not theirs")
+    for contender in measured:
+        if "costs" in contender.options.generate:
+            raise SpecdecError(f"costs: contender {contender.name!r} names a table of its own")
 
 
 @dataclass
@@ -81,7 +87,7 @@ class _Run:
     save: Callable[[dict[str, Any]], None]
 
     def all(self) -> None:
-        """Passes, then the scenarios in the config's order, each with its profile."""
+        """Costs and passes, then the scenarios in the config's order, each with its profile."""
         self._costs()
         self._passes()
         self._finish()
@@ -104,13 +110,11 @@ class _Run:
         if choice is None or not choice.contenders:
             return
         self.progress("measuring what passes cost")
-        own = [contender for n, contender in self.contenders.items() if n in choice.contenders]
-        assert all(isinstance(contender, Own) for contender in own)
+        own = [c for n, c in self.contenders.items() if n in choice.contenders and isinstance(c, Own)]
         how = (choice.batches, choice.contexts, choice.widths, choice.repeats)
-        table = measure_costs(own[0].decoder, *how)  # type: ignore[attr-defined]
+        self.result["costs"] = _tried(lambda: measure_costs(own[0].decoder, *how).to_dict())
         for contender in own:
-            contender.costs = table  # type: ignore[attr-defined]
-        self.result["costs"] = table.to_dict()
+            contender.take_costs(self.result["costs"])
 
     def _passes(self) -> None:
         choice = self.config.passes

@@ -12,7 +12,6 @@ import specdec
 from specdec.acceptance import find_rule
 from specdec.checks import check_chain, check_generation
 from specdec.config import check_exact
-from specdec.costs import CostTable
 from specdec.drafters import make_drafters
 from specdec.engine import Clock
 from specdec.errors import SpecdecError
@@ -53,22 +52,38 @@ class Own(Contender):
         for option in SCENARIOS & set(self.options.generate):
             raise SpecdecError(f"contender {name}: generate: {option} is the scenario's to say")
         self.generation = check_generation(self.options.generate)
-        self.costs: CostTable | None = None  # a measured table for automatic lengths, in place of the options' own
+        self.measured: dict[str, Any] | None = None  # a cost table's plain data, or its error, for automatic lengths
         check_chain(self.strategies, True, self.generation)
 
     def version(self) -> str | None:
         return specdec.__version__
 
     def refuses(self, batch: int) -> str | None:
-        return None
+        error = None if self.measured is None else self.measured.get("error")
+        return None if error is None else f"its costs could not be measured: {error}"
+
+    def take_costs(self, measured: dict[str, Any]) -> None:
+        """Choose automatic lengths from a measured table's plain data; `{"error": ...}`: refuse to run."""
+        self.measured = measured
+
+    @property
+    def passes(self) -> tuple[Any, ...]:
+        """What decides about passes."""
+        o = self.options
+        return o.compile, o.draft_compile, o.exact, o.fuse
+
+    @property
+    def generate_options(self) -> dict[str, Any]:
+        """Options of `generate`, with the measured table."""
+        costs = {} if self.measured is None else {"costs": self.measured}
+        return {**self.options.generate, **costs}
 
     def settings(self) -> dict[str, Any]:
         return {**asdict(self.options), "strategies": [str(s) for s in self.options.strategies]}
 
     @property
     def decoder(self) -> specdec.SpeculativeDecoder:
-        o = self.options
-        return self.pair.decoder(o.compile, o.draft_compile, o.exact, o.fuse)
+        return self.pair.decoder(*self.passes)
 
     @property
     def plain(self) -> bool:
@@ -86,11 +101,10 @@ class Own(Contender):
 
     def run(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, ignore_eos: bool) -> Output:
         decoder = self.decoder
-        costs = {} if self.costs is None else {"costs": self.costs}
         with DraftPasses(decoder.draft) as watched:
             out = decoder.generate(
                 [list(p) for p in prompts], max_new_tokens, strategies=self.strategies, batch_size=len(prompts),
-                ignore_eos=ignore_eos, **{**self.options.generate, **costs},
+                ignore_eos=ignore_eos, **self.generate_options,
             )  # fmt: skip
         if "interrupted" in out.finish_reasons:
             raise KeyboardInterrupt
