@@ -161,14 +161,13 @@ def _line(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
 @dataclass(frozen=True)
 class _Machine:
     """bandwidth: bytes a second; arithmetic: operations a second; layer: seconds of a layer beside them; launch: a
-    layer's least, because the host starts its kernels one by one; fixed: seconds of a pass beside its layers; repeat:
-    part of the weights that passes of MANY tokens and more read again, because their products take another kernel."""
+    layer's least, because the host starts its kernels one by one; repeat: part of the weights that passes of MANY
+    tokens and more read again, because their products take another kernel."""
 
     bandwidth: float
     arithmetic: float
     layer: float
     launch: float = 0.0
-    fixed: float = 0.0
     repeat: float = 0.0
 
     def seconds(self, runner: Runner, tokens: Sequence[int]) -> tuple[float, ...]:
@@ -183,15 +182,15 @@ class _Machine:
 
         def one(n: int) -> float:
             read = reading * (1.0 + self.repeat * (n >= MANY))
-            return max(layers * self.launch, self.fixed + layers * self.layer + read + each * n)
+            return max(layers * self.launch, layers * self.layer + read + each * n)
 
         return tuple(one(n) for n in tokens)
 
 
-# Fitted to models in float32 on two cores: SmolLM2-135M takes 44, 65 and 88 ms for 1, 5 and 9 tokens on one machine,
-# and 90, 167 and 205 on another (98 for 3, 165 for 4), where the embedded target takes 41, 45 and 47, its draft 5. And
-# to an 8B Llama in bfloat16 on an H100: 23-24 ms eagerly, 9.1, 9.9 and 10.3 ms for 1, 8 and 16 tokens by CUDA graphs.
-_CPU = _Machine(bandwidth=33e9, arithmetic=70e9, layer=8e-4, fixed=1e-3, repeat=0.6)
+# Fitted to SmolLM2-135M in float32 on two cores (44, 65 and 88 ms for 1, 5 and 9 tokens; on another machine 90, 167 and
+# 205, with 98 for 3 and 165 for 4), and to an 8B Llama in bfloat16 on an H100: 23-24 ms eagerly, 9.1, 9.9 and 10.3 ms
+# for 1, 8 and 16 tokens by CUDA graphs. Small models take longer than this says, their wide passes and drafts less.
+_CPU = _Machine(bandwidth=17e9, arithmetic=60e9, layer=2.5e-4, repeat=0.3)
 _CUDA = _Machine(bandwidth=3e12, arithmetic=150e12, layer=1.3e-4)
 _CUDA_EAGER = _Machine(bandwidth=3e12, arithmetic=150e12, layer=1.3e-4, launch=7.2e-4)
 _ROUND = 1.5e-3

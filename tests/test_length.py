@@ -178,7 +178,7 @@ SEQUENCES = {
 
 
 def bound(costs: CostTable, n: int) -> float:
-    return n * (costs.seconds("target", 1, 0, 1) + costs.round) * 1.02
+    return n * (costs.seconds("target", 1, 0, 1) + costs.round) * 1.03
 
 
 @pytest.mark.parametrize("model", [False, True], ids=["without a model", "with a model"])

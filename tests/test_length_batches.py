@@ -40,7 +40,7 @@ def test_row_19_no_batch_takes_longer_than_plain_decoding_may(batch: int, slope:
         "mixed": [[bool(x) for x in rng.random(N) < rng.random()] for _ in range(batch)],
     }  # fmt: skip
     gains = {name: plain / run_batch(scripts, costs, batch, N) for name, scripts in rows.items()}
-    assert min(gains.values()) >= 1 / 1.02, gains
+    assert min(gains.values()) >= 0.97, gains
     assert gains["always"] > 1.5
 
 
@@ -122,7 +122,7 @@ def test_silent_strategies_share_what_listening_may_cost() -> None:
         calls = sum(c.n_call_draft for c in chain.counters.values())
         plain = costs.seconds("target", 1, 0, 1) + costs.round
         seconds = sum(costs.seconds("target", 1, 0, 1 + r.drafted) + costs.round for r in records) + 0.005 * calls
-        assert seconds <= 1.02 * 1000 * plain
+        assert seconds <= 1.03 * 1000 * plain
 
 
 def test_a_strategy_whose_call_is_dear_is_heard_through_a_streak() -> None:

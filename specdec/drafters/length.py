@@ -27,10 +27,9 @@ _PRIOR_FREE = (0.25, 0.5, 0.65, 0.75, 0.8, 0.9)
 _PRIOR_MODEL = (0.6, 0.65, 0.7, 0.75, 0.8, 0.85)
 _PRIOR_WEIGHT = 10.0  # guesses
 _MEMORY = 0.98  # of a guess, after each further one
-_ADVANCE = 0.01  # of the plain time to the row's limit, that may be spent before anything was gained
+_ADVANCE = 0.02  # of the plain time to the row's limit, that may be spent before anything was gained
 _SHARE = 0.01  # of every token's plain time, that may be spent
 _STAKE = 0.5  # of its credit, that a row may lose in one round by more than one drafted token
-_CERTAIN = 6.0  # times that reading a prompt must be expected to come back: that is a guess, and credit may end
 _FIRST_RETRY = 8  # rounds
 _CONTEXT_STEP = 128  # tokens: costs are looked up at its multiples
 _CHEAP = 0.005  # of a plain round: what asking silent strategies may cost on average, all of them and all rows together
@@ -322,7 +321,9 @@ class LengthController:
             return 0.0
         unread = [r for r in rows if self._row(index, r.row).read == 0]
         fed = self.batch if self.shapes.together else 1  # rows to a pass
-        return _CERTAIN * sum(self._draft_pass(fed, r.position, r.position + 1) / (r.n_max + 1) for r in unread) / fed
+        # The more rows share a pass, the sooner the credit of one of them ends, and with it all drafting.
+        often = (1 + self.batch) / 2
+        return often * sum(self._draft_pass(fed, r.position, r.position + 1) / (r.n_max + 1) for r in unread) / fed
 
     def _draft_pass(self, batch: int, context: int, width: int) -> float:
         return self.draft_passes(batch, context // _CONTEXT_STEP, width)
