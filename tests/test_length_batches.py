@@ -126,7 +126,7 @@ def test_silent_strategies_share_what_listening_may_cost() -> None:
 
 
 def test_a_strategy_whose_call_is_dear_is_heard_through_a_streak() -> None:
-    """A call costs more than a round may spend on listening; three rounds after it starts to be right it is drafted."""
+    """A call costs more than a round may spend on listening; soon after it starts to be right it is drafted."""
     costs = replace(batches(0.06), calls={"scripted": 0.015})
     records = replay(controlled([Scripted([False] * 200 + [True] * 200)], costs), *text(400))
     size, first = 0, None

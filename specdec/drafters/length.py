@@ -265,11 +265,11 @@ class LengthController:
         """Rows in which a silent strategy without a model is asked all the same, to be scored: as many as its share of
         a small part of the round pays for; first those that it guesses right, then the longest unheard."""
         now, cost = self.rounds[rows[0].row], self.costs.call(self.names[index])
-        for r in rows:
-            self._row(index, r.row).silent += 1
+        known = {r.row: self._row(index, r.row) for r in rows}
+        for unheard in known.values():
+            unheard.silent += 1
         key = (index, -1 if self.together else rows[0].row)
         budget = self.budgets.get(key, 0.0) + self.cheap * self.seconds(now.context, 1)
-        known = {r.row: self._row(index, r.row) for r in rows}
         guessed = sum(row.acceptance.streak > 0 for row in known.values())
         paid = budget // cost if cost else len(rows)  # calls; a float, perhaps below 0
         n = int(max(0, min(len(rows), max(paid, min(guessed, paid + _OVERDRAWN)))))

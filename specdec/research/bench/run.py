@@ -114,7 +114,7 @@ class _Run:
         how = (choice.batches, choice.contexts, choice.widths, choice.repeats)
         self.result["costs"] = _tried(lambda: measure_costs(own[0].decoder, *how).to_dict())
         for contender in own:
-            contender.take_costs(self.result["costs"])
+            contender.measured = self.result["costs"]
 
     def _passes(self) -> None:
         choice = self.config.passes

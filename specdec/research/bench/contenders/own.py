@@ -52,7 +52,7 @@ class Own(Contender):
         for option in SCENARIOS & set(self.options.generate):
             raise SpecdecError(f"contender {name}: generate: {option} is the scenario's to say")
         self.generation = check_generation(self.options.generate)
-        self.measured: dict[str, Any] | None = None  # a cost table's plain data, or its error, for automatic lengths
+        self.measured: dict[str, Any] | None = None  # a cost table's plain data, or its error (then nothing runs)
         check_chain(self.strategies, True, self.generation)
 
     def version(self) -> str | None:
@@ -61,10 +61,6 @@ class Own(Contender):
     def refuses(self, batch: int) -> str | None:
         error = None if self.measured is None else self.measured.get("error")
         return None if error is None else f"its costs could not be measured: {error}"
-
-    def take_costs(self, measured: dict[str, Any]) -> None:
-        """Choose automatic lengths from a measured table's plain data; `{"error": ...}`: refuse to run."""
-        self.measured = measured
 
     @property
     def passes(self) -> tuple[Any, ...]:
