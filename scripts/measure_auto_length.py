@@ -7,20 +7,25 @@
 `run` measures the cost table once, keeps it in the result, and decodes every prompt plainly and with every strategy,
 in turns whose order rotates; seconds are wall-clock time of whole calls, prefill included. Prompts go round the
 categories, so that a run that is stopped (--budget seconds, or Ctrl-C) is as balanced as a whole one; started again
-with the same --out it goes on. `simulate` replays the strategies on the kept greedy texts of Spec-Bench prompts and
-adds up the table's seconds, prefill left out; --costs takes the file of a measured table or of a result of `run`, the
-default is the nominal table.
+with the same --out it goes on. With --workers several processes share the prompts, on cores of their own (--threads
+each); the cost table is measured before they start. `simulate` replays the strategies on the kept greedy texts of
+Spec-Bench prompts and adds up the table's seconds, prefill left out; --costs takes the file of a measured table or of
+a result of `run`, the default is the nominal table.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import os
 import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 import specdec
 from specdec.costs import CostTable, nominal_costs
@@ -46,37 +51,59 @@ def decoder_of(costs: CostTable | None = None) -> specdec.SpeculativeDecoder:
 # -- run -------------------------------------------------------------------------------------------------------------
 
 
-def run(out: Path, strategies: Sequence[str], per_category: int, budget: float) -> None:
-    """Measure, and write the result after every prompt."""
-    decoder = decoder_of()
-    result = _begun(out, decoder, strategies)
-    started = time.monotonic()
-    decoder.costs = CostTable.from_dict(result["costs"])
+def run(out: Path, strategies: Sequence[str], per_category: int, budget: float, workers: int, threads: int) -> None:
+    """Measure with `workers` processes of `threads` cores each, and write the result after every prompt."""
+    torch.set_num_threads(threads)
+    result = _begun(out, strategies, workers)
     done = {row["id"] for row in result["rows"]}
+    prompts = [prompt for prompt in _in_turns(per_category) if prompt.id not in done]
+    spawn = multiprocessing.get_context("spawn")
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []  # not on every system
+    groups = spawn.SimpleQueue()
+    for worker in range(workers):
+        groups.put(set(cores[worker * threads : (worker + 1) * threads]) or set(cores))
+    deadline = time.time() + budget
+    turns = [(prompt, (PLAIN, *strategies), i + len(done), deadline) for i, prompt in enumerate(prompts)]
+    with spawn.Pool(workers, _begin_worker, (groups, threads, result["costs"])) as pool:
+        for row in pool.imap_unordered(_turn, turns):
+            if row is None:
+                continue
+            result["rows"].append(row)
+            result["summary"] = summary(result["rows"], strategies)
+            write_atomically(out, json.dumps(result, indent=1) + "\n")
+            seconds = {name: round(m["seconds"], 2) for name, m in row["methods"].items()}
+            print(f"{len(result['rows'])} {row['category']} {seconds}", flush=True)
+
+
+_worker: list[specdec.SpeculativeDecoder] = []  # a worker's decoder, loaded once
+
+
+def _begin_worker(groups: Any, threads: int, costs: dict[str, Any]) -> None:
+    """Stay on cores of one's own, so that workers share the memory but no core."""
+    if mine := groups.get():
+        os.sched_setaffinity(0, mine)
+    torch.set_num_threads(threads)
+    warnings.filterwarnings("ignore", message="ngram-mod")
+    decoder = decoder_of(CostTable.from_dict(costs))
     decoder.generate([1] * 64, 8, strategies=[], ignore_eos=True)  # warm up
-    for prompt in _in_turns(per_category):
-        if prompt.id in done:
-            continue
-        if time.monotonic() - started > budget:
-            break
-        row = _measured(decoder, prompt, (PLAIN, *strategies), len(result["rows"]))
-        result["rows"].append(row)
-        result["summary"] = summary(result["rows"], strategies)
-        write_atomically(out, json.dumps(result, indent=1) + "\n")
-        seconds = {name: round(m["seconds"], 2) for name, m in row["methods"].items()}
-        print(f"{len(result['rows'])} {prompt.category} {seconds}", flush=True)
+    _worker.append(decoder)
 
 
-def _begun(out: Path, decoder: specdec.SpeculativeDecoder, strategies: Sequence[str]) -> dict[str, Any]:
+def _turn(given: tuple[Any, Sequence[str], int, float]) -> Row | None:
+    prompt, methods, turn, deadline = given
+    return None if time.time() > deadline else _measured(_worker[0], prompt, methods, turn)
+
+
+def _begun(out: Path, strategies: Sequence[str], workers: int) -> dict[str, Any]:
     """The result to go on with: that of the file, if it is of the same strategies, else a new one with a cost table."""
     if out.is_file():
         found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
         if found["strategies"] == list(strategies):
             return found
         raise SystemExit(f"{out} holds the strategies {found['strategies']}: give another --out, or remove it")
-    costs = specdec.measure_costs(decoder, progress=lambda what: print(f"costs: {what}", flush=True))
+    costs = specdec.measure_costs(decoder_of(), progress=lambda what: print(f"costs: {what}", flush=True))
     return {
-        "benchmark": "automatic draft length", "kind": "run", **origin(), "new_tokens": NEW_TOKENS,
+        "benchmark": "automatic draft length", "kind": "run", **origin(), "new_tokens": NEW_TOKENS, "workers": workers,
         "strategies": list(strategies), "costs": costs.to_dict(), "rows": [],
     }  # fmt: skip
 
@@ -174,12 +201,15 @@ def main() -> None:
     parser.add_argument("--strategies", help=f"comma-separated; default: all of {', '.join(MODEL_FREE)}")
     parser.add_argument("--prompts", type=int, default=None, help="a category; default: 3 to run, all to simulate")
     parser.add_argument("--budget", type=float, default=1e9, help="run: seconds after which no new prompt is begun")
+    parser.add_argument("--workers", type=int, default=1, help="run: processes that share the prompts")
+    parser.add_argument("--threads", type=int, default=2, help="run: cores a process keeps to")
     parser.add_argument("--costs", type=Path, help="simulate: a measured table")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore", message="ngram-mod")
     strategies = tuple((arguments.strategies or ",".join(MODEL_FREE)).split(","))
     if arguments.what == "run":
-        run(arguments.out, strategies, 3 if arguments.prompts is None else arguments.prompts, arguments.budget)
+        per_category = 3 if arguments.prompts is None else arguments.prompts
+        run(arguments.out, strategies, per_category, arguments.budget, arguments.workers, arguments.threads)
     else:
         simulate(arguments.out, strategies, _costs_of(arguments.costs), arguments.prompts or 0)
 

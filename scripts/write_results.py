@@ -264,7 +264,11 @@ def length_block(result: dict[str, Any]) -> str:
     machine, costs = result["machine"], result["costs"]
     how = f"Simulated on the kept greedy texts of SmolLM2-135M with {costs['source']} costs, prefill left out"
     if result["kind"] == "run":
-        how = f"Measured on {machine['processor']}, {machine['threads']} threads, SmolLM2-135M in float32: whole calls"
+        many = f" ({result['workers']} processes of so many side by side)" if result.get("workers", 1) > 1 else ""
+        how = (
+            f"Measured on {machine['processor']}, {machine['threads']} threads{many}, SmolLM2-135M in float32: whole "
+            f"calls, {costs['source']} costs"
+        )
     head = (
         f"{how}; greedy, batch 1, {result['new_tokens']} new tokens; {result['date']}, commit {result['commit']}. "
         "Speed over plain decoding with automatic length, and its 95 % interval over the prompts."
