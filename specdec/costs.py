@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import yaml
 
-from specdec.config import check_number
+from specdec.config import check_number, check_whole
 from specdec.drafters import STRATEGIES
 from specdec.drafters.base import DraftContext, DraftRequest, RowDrafter
 from specdec.errors import SpecdecError
@@ -38,6 +38,19 @@ MANY = 4  # tokens
 AROUND = 5e-5  # what chain and engine do around a call
 CALL_SECONDS = 5e-5 + AROUND  # of a strategy that was not timed, a row
 SUFFIX_SECONDS = 3e-4
+
+
+def check_axes(batches: Sequence[int], contexts: Sequence[int], widths: Sequence[int], least_context: int = 0) -> None:
+    """Raise SpecdecError unless a table can have these batches, contexts and widths: whole numbers that ascend, batches
+    and widths from 1, widths at least two."""
+    axes = (("batches", batches, 1, 1), ("contexts", contexts, least_context, 1), ("widths", widths, 1, 2))
+    for name, given, first, least in axes:
+        values = list(given)
+        for value in values:
+            check_whole(f"costs: {name}", value, first)
+        if len(values) < least or values != sorted(set(values)) or (name != "contexts" and values[0] != 1):
+            start = "" if name == "contexts" else " from 1"
+            raise SpecdecError(f"costs: {name} must be {least} or more numbers that ascend{start}, got {values}")
 
 
 @dataclass(frozen=True)
@@ -60,14 +73,9 @@ class CostTable:
     source: str = "nominal"
 
     def __post_init__(self) -> None:
+        check_axes(self.batches, self.contexts, self.widths)
         for name in ("batches", "contexts", "widths"):
-            values = tuple(getattr(self, name))
-            if not values or list(values) != sorted(set(values)) or (name != "contexts" and values[0] != 1):
-                start = "" if name == "contexts" else " from 1"
-                raise SpecdecError(f"costs: {name} must ascend{start}, got {list(values)}")
-            object.__setattr__(self, name, values)
-        if len(self.widths) < 2:
-            raise SpecdecError("costs: widths must be two or more")
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         check_number("costs: round", self.round, 0.0, math.inf)
         for name, seconds in dict(self.calls).items():
             check_number(f"costs: calls of {name!r}", seconds, 0.0, math.inf)
@@ -238,6 +246,7 @@ def measure_costs(
 
     batches, widths: ascending from 1. Raises SpecdecError for others, and for contexts that the target does not have.
     """
+    check_axes(batches, (1,), widths)
     roles = {name: r for name, r in (("target", decoder.target), ("draft", decoder.draft)) if r is not None}
     room = min(r.context for r in roles.values()) - max(widths)
     contexts = tuple(sorted({min(c, room) for c in contexts}))

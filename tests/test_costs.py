@@ -49,7 +49,7 @@ def test_a_table_is_frozen_and_survives_files(tmp_path: Path) -> None:
     ("change", "part"),
     [
         ({"widths": (1, 2)}, "target must hold"),
-        ({"widths": (2, 3, 4)}, "widths must ascend from 1"),
+        ({"widths": (2, 3, 4)}, "widths must be 2 or more numbers that ascend from 1"),
         ({"batches": (4, 1)}, "batches"),
         ({"contexts": ()}, "contexts"),
         ({"target": "soon"}, "target must hold"),
@@ -89,6 +89,15 @@ def test_nominal_costs_of_a_real_model_are_those_of_two_cores(smollm2_folder: Pa
     known = {1: 0.044, 5: 0.065, 9: 0.088}
     for width, seconds in known.items():
         assert table.seconds("target", 1, 0, width) == pytest.approx(seconds, rel=0.1)
+
+
+@pytest.mark.parametrize("axes", [{"widths": ()}, {"widths": (1, 1)}, {"batches": (2, 1)}, {"batches": (0,)}])
+def test_nothing_is_measured_for_a_table_that_cannot_be(axes: dict[str, Any]) -> None:
+    decoder = SpeculativeDecoder(small_model(1, 13), check=False)
+    told: list[str] = []
+    with pytest.raises(SpecdecError, match="costs: "):
+        measure_costs(decoder, **axes, progress=told.append)
+    assert told == []
 
 
 def test_measured_costs_cover_what_was_asked_for() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from specdec.config import as_list, check_number, check_whole, from_dict
-from specdec.costs import CONTEXTS, WIDTHS
+from specdec.costs import CONTEXTS, WIDTHS, check_axes
 from specdec.errors import SpecdecError
 from specdec.research.inflate import check_coarsening
 
@@ -126,13 +126,7 @@ class CostChoice:
     repeats: int = 5
 
     def __post_init__(self) -> None:
-        for name, least in (("batches", 1), ("contexts", 1), ("widths", 2)):
-            values = list(getattr(self, name))
-            for value in values:
-                check_whole(f"costs: {name}", value, 1)
-            if len(values) < least or values != sorted(set(values)) or (name != "contexts" and values[0] != 1):
-                start = "" if name == "contexts" else " from 1"
-                raise SpecdecError(f"costs: {name} must be {least} or more numbers that ascend{start}, got {values}")
+        check_axes(self.batches, self.contexts, self.widths, 1)
         check_whole("costs: repeats", self.repeats, 1)
 
 
