@@ -286,6 +286,18 @@ def test_a_slow_repeat_changes_neither_speed_nor_ratio() -> None:
     assert (paired.value, paired.low, paired.high) == pytest.approx((2, 2, 2))
 
 
+def test_a_slow_repeat_of_the_only_call_changes_neither_speed_nor_ratio() -> None:
+    """A machine that was taken away for one run of one contender must not read as a speed-up of the others."""
+    a = runs({(0, 0): 2.0, (0, 1): 2.0, (0, 2): 2.0, (0, 3): 2.0, (0, 4): 40.0})
+    b = runs({(0, 0): 2.0, (0, 1): 2.0, (0, 2): 2.0, (0, 3): 40.0, (0, 4): 2.0})
+    assert figures.speed(a).value == pytest.approx(10 / 2)
+    assert figures.speed_ratio(a, b).value == pytest.approx(1)
+    assert figures.speed_ratio(a, b).high == pytest.approx(20)  # that it happened is in the interval
+    assert figures.speed_ratio(a, runs({(0, 0): 4.0})).value == pytest.approx(2)
+    assert figures.speed_ratio(a, runs({(0, 0): 4.0})).low is None
+    assert figures.speed_ratio(a, runs({(0, 0): 0.0})).value is None
+
+
 def test_a_ratio_counts_only_what_both_have_run() -> None:
     a = runs({(0, 0): 1.0, (1, 0): 1.0, (0, 1): 1.0, (1, 1): 1.0})
     b = runs({(0, 0): 2.0, (1, 0): 2.0})

@@ -9,7 +9,15 @@ import pytest
 from scipy.stats import t as student
 
 from specdec.errors import SpecdecError
-from specdec.research.bootstrap import difference, ratio, ratio_error, ratio_of_ratios, sign_flip_test, t_quantile
+from specdec.research.bootstrap import (
+    difference,
+    median,
+    ratio,
+    ratio_error,
+    ratio_of_ratios,
+    sign_flip_test,
+    t_quantile,
+)
 
 RATE = 0.7  # tokens accepted of those tested
 CLUSTERS, PER_CLUSTER, TRIALS = 12, 12, 300
@@ -124,3 +132,19 @@ def test_the_error_of_a_ratio_is_what_drawing_again_gives() -> None:
 @pytest.mark.parametrize("probability", [0.6, 0.95, 0.975, 0.9995])
 def test_the_quantiles_are_students(degrees: int, probability: float) -> None:
     assert t_quantile(probability, degrees) == pytest.approx(student.ppf(probability, degrees), rel=1e-9)
+
+
+def test_intervals_of_medians_cover_and_one_outlier_moves_no_median() -> None:
+    rng = np.random.default_rng(1)
+    hits = 0
+    for _ in range(TRIALS):
+        found = median((3.0 + rng.standard_normal(9)).tolist())
+        assert found.low is not None
+        assert found.high is not None
+        hits += found.low <= 3.0 <= found.high
+    assert 0.91 < hits / TRIALS <= 1.0
+    assert median([1.0, 1.1, 0.9, 1.0, 50.0]).value == 1.0
+    assert (median([2.0]).value, median([2.0]).low) == (2.0, None)
+    assert median([1.0, float("nan")]).value is None
+    with pytest.raises(SpecdecError, match="one value a repeat"):
+        median([])

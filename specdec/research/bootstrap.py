@@ -46,6 +46,15 @@ def ratio(numerators: Sequence[float], denominators: Sequence[float], level: flo
     return _interval(_over(top.sum(), bottom.sum()), _over(weights @ top, weights @ bottom), level, len(top))
 
 
+def median(values: Sequence[float], level: float = _LEVEL, seed: int = 0) -> Interval:
+    """The median of repeats of one measurement, and its interval, which never leaves their range."""
+    found = np.asarray(values, dtype=np.float64)
+    if found.ndim != 1 or len(found) == 0:
+        raise SpecdecError(f"expected one value a repeat, got {found.shape}")
+    drawn = np.random.default_rng(seed).integers(0, len(found), (DRAWS, len(found)))
+    return _interval(np.median(found), np.median(found[drawn], axis=1), level, len(found))
+
+
 def ratio_error(numerators: Sequence[float], denominators: Sequence[float], groups: Sequence[int]) -> float | None:
     """Standard error of sum over sum, of independent rows in given groups (texts drawn of each prompt), linearised:
     only what rows of one group differ by counts. None where a group has one row."""

@@ -1,12 +1,14 @@
 """From the runs of a scenario to its figures.
 
 A run is one call. Seconds of a call are the median over the repeats; a speed is all tokens over all seconds, and its
-interval is the bootstrap's over calls (over repeats where there is one call). A ratio of two speeds is paired: both are
-drawn with the same calls.
+interval is the bootstrap's over calls. Where there is one call, a speed is the median over its repeats, and so is a
+ratio of two, taken within each repeat: one disturbed repeat moves neither. A ratio of two speeds is paired in either
+case: both are drawn with the same calls or repeats.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -35,26 +37,32 @@ SECONDS: dict[str, Callable[[Run], float]] = {WHOLE: whole, DECODE: decode}
 
 
 def columns(runs: Sequence[Run], seconds: Callable[[Run], float] = whole) -> tuple[list[float], list[float]]:
-    """(tokens, seconds), one entry a call, or a repeat where there is one call."""
-    calls = sorted({r["call"] for r in runs})
-    if len(calls) == 1:
-        return [float(r["tokens"]) for r in runs], [seconds(r) for r in runs]
-    groups = [[r for r in runs if r["call"] == call] for call in calls]
+    """(tokens, seconds), one entry a call: its median over the repeats."""
+    groups = [[r for r in runs if r["call"] == call] for call in sorted({r["call"] for r in runs})]
     return [float(g[0]["tokens"]) for g in groups], [statistics.median(map(seconds, g)) for g in groups]
 
 
 def speed(runs: Sequence[Run], seconds: Callable[[Run], float] = whole) -> Interval:
     """Tokens a second."""
+    if len({r["call"] for r in runs}) == 1:
+        return bootstrap.median([_speed(r, seconds) for r in runs])
     return bootstrap.ratio(*columns(runs, seconds))
+
+
+def _speed(run: Run, seconds: Callable[[Run], float]) -> float:
+    return run["tokens"] / seconds(run) if run["tokens"] and seconds(run) else math.nan
 
 
 def speed_ratio(a: Sequence[Run], b: Sequence[Run], seconds: Callable[[Run], float] = whole) -> Interval:
     """Speed of a over speed of b, on the calls and repeats that both made."""
-    both = {(r["call"], r["repeat"]) for r in a} & {(r["call"], r["repeat"]) for r in b}
+    mine, theirs = ({(r["call"], r["repeat"]): r for r in runs} for runs in (a, b))
+    both = [key for key in mine if key in theirs]
     if not both:
         return Interval(None)
-    mine, theirs = ([r for r in runs if (r["call"], r["repeat"]) in both] for runs in (a, b))
-    return bootstrap.ratio_of_ratios(columns(mine, seconds), columns(theirs, seconds))
+    pairs = [(mine[key], theirs[key]) for key in both]
+    if len({call for call, _ in both}) == 1:
+        return bootstrap.median([_speed(x, seconds) / _speed(y, seconds) for x, y in pairs])
+    return bootstrap.ratio_of_ratios(columns([x for x, _ in pairs], seconds), columns([y for _, y in pairs], seconds))
 
 
 def summary(runs: Sequence[Run]) -> dict[str, Any]:
