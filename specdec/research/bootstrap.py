@@ -52,7 +52,7 @@ def median(values: Sequence[float], level: float = _LEVEL, seed: int = 0) -> Int
     if found.ndim != 1 or len(found) == 0:
         raise SpecdecError(f"expected one value a repeat, got {found.shape}")
     drawn = np.random.default_rng(seed).integers(0, len(found), (DRAWS, len(found)))
-    return _interval(np.median(found), np.median(found[drawn], axis=1), level, len(found))
+    return _interval(np.asarray(np.median(found)), np.median(found[drawn], axis=1), level, len(found))
 
 
 def ratio_error(numerators: Sequence[float], denominators: Sequence[float], groups: Sequence[int]) -> float | None:
