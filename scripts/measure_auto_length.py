@@ -55,6 +55,7 @@ def run(out: Path, strategies: Sequence[str], per_category: int, budget: float, 
     """Measure with `workers` processes of `threads` cores each, and write the result after every prompt."""
     torch.set_num_threads(threads)
     result = _begun(out, strategies, workers)
+    order = {prompt.id: i for i, prompt in enumerate(_in_turns(10**6))}
     done = {row["id"] for row in result["rows"]}
     prompts = [prompt for prompt in _in_turns(per_category) if prompt.id not in done]
     spawn = multiprocessing.get_context("spawn")
@@ -68,7 +69,7 @@ def run(out: Path, strategies: Sequence[str], per_category: int, budget: float, 
         for row in pool.imap_unordered(_turn, turns):
             if row is None:
                 continue
-            result["rows"].append(row)
+            result["rows"] = sorted([*result["rows"], row], key=lambda row: order[row["id"]])
             result["summary"] = summary(result["rows"], strategies)
             write_atomically(out, json.dumps(result, indent=1) + "\n")
             seconds = {name: round(m["seconds"], 2) for name, m in row["methods"].items()}
