@@ -232,6 +232,21 @@ def test_a_strategy_with_a_length_of_its_own_keeps_it_beside_automatic_ones() ->
     assert chain.counters["draft-model"].n_asked_per_length == []
 
 
+def test_a_length_that_a_user_allows_is_the_most() -> None:
+    """Neither asked for more, nor charged for more: half of the requests would be longer."""
+    decoder = SpeculativeDecoder(small_model(3, 13), small_model(3, 13), check=False)
+    costs = CostTable((((1.0, 1.01, 1.02),),), (((0.01, 0.01, 0.01),),), widths=(1, 2, 17))
+    longest = {}
+    for n_max in (2, 16):
+        chain = [f"draft-model:n_max={n_max}"]
+        out = decoder.generate([1, 2, 3], 60, strategies=chain, draft_length="auto", costs=costs, ignore_eos=True)
+        counts = out.stats.counters["draft-model"]
+        assert sum(k * n for k, n in enumerate(counts.n_asked_per_length)) == out.stats.draft_tokens
+        longest[n_max] = len(counts.n_asked_per_length) - 1
+    assert longest[2] == 2
+    assert longest[16] > 2
+
+
 def test_who_is_automatic() -> None:
     tree, model, fixed, lookup = DraftModel(tree="2x2"), DraftModel(), DraftModel(n_max=4), PromptLookup()
     chain = [tree, model, fixed, lookup]

@@ -126,6 +126,8 @@ class LengthController:
         self.costs, self.shapes, self.together = costs, shapes, free or all(self.free)
         self.batch = batch if self.together else 1
         self.longest = shapes.verify_width - 1
+        most = [getattr(d, "n_max", None) for d in drafters]  # what a user allows stays allowed, and no more
+        self.most = [min(n, self.longest) if isinstance(n, int) else self.longest for n in most]
         self.cheap = _CHEAP / max(1, sum(a and f for a, f in zip(self.automatic, self.free, strict=True)))
         self.known: list[dict[int, _RowOf]] = [{} for _ in drafters]
         self.credit: dict[int, float] = {}
@@ -217,7 +219,7 @@ class LengthController:
         """The k in 0..longest with the most expected tokens a second that the rows' credit allows."""
         now = self.rounds[rows[0].row]
         known = [self._row(index, r.row) for r in rows]
-        limits = [min(r.n_max, self.longest) for r in rows]
+        limits = [min(r.n_max, self.most[index]) for r in rows]
         seconds = self._spent(index, rows, max(limits))
         plain, credit = self.seconds(now.context, 1), self._credit(now)
         one, more = (1.0 + credit) * plain, (1.0 + min(credit, _STAKE * credit)) * plain
