@@ -96,15 +96,18 @@ def _turn(given: tuple[Any, Sequence[str], int, float]) -> Row | None:
 
 
 def _begun(out: Path, strategies: Sequence[str], workers: int) -> dict[str, Any]:
-    """The result to go on with: that of the file, if it is of the same strategies, else a new one with a cost table."""
+    """The result to go on with: that of the file, if it is of the same strategies and machine, else a new one with a
+    cost table."""
+    began = origin()
     if out.is_file():
         found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
-        if found["strategies"] == list(strategies):
-            return found
-        raise SystemExit(f"{out} holds the strategies {found['strategies']}: give another --out, or remove it")
+        for what, mine in (("strategies", list(strategies)), ("machine", began["machine"])):
+            if found[what] != mine:
+                raise SystemExit(f"{out} is of the {what} {found[what]}: give another --out, or remove it")
+        return found
     costs = specdec.measure_costs(decoder_of(), progress=lambda what: print(f"costs: {what}", flush=True))
     return {
-        "benchmark": "automatic draft length", "kind": "run", **origin(), "new_tokens": NEW_TOKENS, "workers": workers,
+        "benchmark": "automatic draft length", "kind": "run", **began, "new_tokens": NEW_TOKENS, "workers": workers,
         "strategies": list(strategies), "costs": costs.to_dict(), "rows": [],
     }  # fmt: skip
 

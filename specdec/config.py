@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import difflib
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -122,8 +123,7 @@ class GenerationSettings:
     def check(self) -> None:
         """Raise SpecdecError for a value out of range."""
         for name in ("ignore_eos", "output_logprobs", "keep_state"):
-            if not isinstance(getattr(self, name), bool):
-                raise SpecdecError(f"{name} must be True or False, got {getattr(self, name)!r}")
+            check_switch(name, getattr(self, name))
         check_whole("max_new_tokens", self.max_new_tokens, 0)
         check_whole("top_k", self.top_k, 0)
         check_whole("num_return_sequences", self.num_return_sequences, 1)
@@ -165,8 +165,8 @@ class GenerationSettings:
                 check_whole(name, value, 0)
             if value is not None and name in ("typical_p", "epsilon_cutoff", "eta_cutoff", "top_h"):
                 check_number(name, value, 0.0, 1.0)
-            if name in ("renormalize_logits", "remove_invalid_values") and not isinstance(value, (bool, type(None))):
-                raise SpecdecError(f"{name} must be True or False, got {value!r}")
+            if value is not None and name in ("renormalize_logits", "remove_invalid_values"):
+                check_switch(name, value)
         for name in ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"):
             for value in as_list(getattr(self, name)):
                 stateful = name == "logits_processor" and isinstance(value, PrefixProcessor)
@@ -250,6 +250,9 @@ def from_dict(cls: type[T], data: Any, where: str) -> T:
     if not isinstance(data, Mapping):
         raise SpecdecError(f"{where}: expected a mapping of options, got {type(data).__name__}")
     known = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]
+    for name, entry in known.items():
+        if name not in data and entry.default is MISSING and entry.default_factory is MISSING:
+            raise SpecdecError(f"{where}: {name} is missing")
     values: dict[str, Any] = {}
     for name, value in data.items():
         if name not in known:
@@ -338,9 +341,16 @@ def check_whole(name: str, value: Any, least: int) -> None:
         raise SpecdecError(f"{name} must be a whole number >= {least}, got {value!r}")
 
 
+def check_switch(name: str, value: Any) -> None:
+    """Raise SpecdecError unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise SpecdecError(f"{name} must be True or False, got {value!r}")
+
+
 def check_number(name: str, value: Any, low: float, high: float) -> None:
     """Raise SpecdecError unless `value` is a finite number in [low, high]; a bool is none, and NaN is in no range."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high or value == math.inf:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not low <= value <= min(high, sys.float_info.max):
         bounds = f">= {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
         raise SpecdecError(f"{name} must be a number {bounds}, got {value!r}")
 

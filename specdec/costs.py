@@ -36,6 +36,7 @@ WIDTHS = (1, 2, 3, 5, 9, 13, 17)
 CONTEXTS = (128, 1024)
 MANY = 4  # tokens
 AROUND = 5e-5  # what chain and engine do around a call
+SOURCES = ("nominal", "measured")
 CALL_SECONDS = 5e-5 + AROUND  # of a strategy that was not timed, a row
 SUFFIX_SECONDS = 3e-4
 
@@ -45,12 +46,18 @@ def check_axes(batches: Sequence[int], contexts: Sequence[int], widths: Sequence
     and widths from 1, widths at least two."""
     axes = (("batches", batches, 1, 1), ("contexts", contexts, least_context, 1), ("widths", widths, 1, 2))
     for name, given, first, least in axes:
+        _check_sequence(name, given)
         values = list(given)
         for value in values:
             check_whole(f"costs: {name}", value, first)
         if len(values) < least or values != sorted(set(values)) or (name != "contexts" and values[0] != 1):
             start = "" if name == "contexts" else " from 1"
             raise SpecdecError(f"costs: {name} must be {least} or more numbers that ascend{start}, got {values}")
+
+
+def _check_sequence(name: str, values: Any) -> None:
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        raise SpecdecError(f"costs: {name} must be a sequence of whole numbers, got {values!r}")
 
 
 @dataclass(frozen=True)
@@ -77,17 +84,23 @@ class CostTable:
         for name in ("batches", "contexts", "widths"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         check_number("costs: round", self.round, 0.0, math.inf)
-        for name, seconds in dict(self.calls).items():
+        if not isinstance(self.calls, Mapping) or not all(isinstance(name, str) for name in self.calls):
+            raise SpecdecError(f"costs: calls must map names of strategies to seconds, got {self.calls!r}")
+        for name, seconds in self.calls.items():
             check_number(f"costs: calls of {name!r}", seconds, 0.0, math.inf)
-        for name in ("target", "draft"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, self._checked(name, getattr(self, name)))
+        if self.source not in SOURCES or not isinstance(self.device, str):
+            kinds = " or ".join(SOURCES)
+            raise SpecdecError(f"costs: source must be {kinds}, device a text, got {self.source!r}, {self.device!r}")
+        object.__setattr__(self, "target", self._checked("target", self.target))
+        if self.draft is not None:
+            object.__setattr__(self, "draft", self._checked("draft", self.draft))
 
     def _checked(self, name: str, value: Any) -> Table:
         shape = (len(self.batches), len(self.contexts), len(self.widths))
         try:
-            array = np.asarray(value, dtype=np.float64)
-        except (TypeError, ValueError):
+            array = np.asarray(value)
+            array = array.astype(np.float64) if array.dtype.kind in "iuf" else np.zeros(0)  # no texts, no bools
+        except ValueError:
             array = np.zeros(0)
         if array.shape != shape or not np.isfinite(array).all() or (array <= 0).any():
             raise SpecdecError(f"costs: {name} must hold positive seconds by batch, context and width, {shape}")
@@ -97,8 +110,11 @@ class CostTable:
         """One pass of `role` ("target" or "draft") over `width` tokens of each of `batch` rows at `context` tokens.
 
         Between entries linear. Beyond the largest batch or width a pass costs what as many tokens in one row would,
-        in a straight line through the two widest entries.
+        in a straight line through the two widest entries. Raises SpecdecError for another role, a table without a draft
+        model, and no rows.
         """
+        if role not in ("target", "draft") or batch < 1:
+            raise SpecdecError(f"costs: expected target or draft and one row or more, got {role!r}, {batch!r}")
         table = self.target if role == "target" else self.draft
         if table is None:
             raise SpecdecError("costs: the table has no draft model")
@@ -125,7 +141,7 @@ class CostTable:
         return CostTable(**data)
 
     def save(self, path: str | Path) -> None:
-        """Write a file for `load`: YAML if its name ends so, else JSON."""
+        """Write a file for `load`: YAML if its name ends so, else JSON. Raises OSError."""
         plain, file = self.to_dict(), Path(path)
         text = yaml.safe_dump(plain, sort_keys=False) if _is_yaml(file) else json.dumps(plain, indent=1) + "\n"
         write_atomically(file, text)
@@ -244,9 +260,14 @@ def measure_costs(
     """Time this machine, for `generate(..., costs=...)`: medians over `repeats` turns, in each of which every pass is
     timed once, so that what slows the machine down for a while falls on all alike. SmolLM2 on two cores: 10 s.
 
-    batches, widths: ascending from 1. Raises SpecdecError for others, and for contexts that the target does not have.
+    batches, widths: ascending from 1; contexts: those beyond what the models have count as the longest that leaves room
+    for a pass. Raises SpecdecError for others, and where no context is left.
     """
     check_axes(batches, (1,), widths)
+    _check_sequence("contexts", contexts)
+    for context in contexts:
+        check_whole("costs: contexts", context, 1)
+    check_whole("costs: repeats", repeats, 1)
     roles = {name: r for name, r in (("target", decoder.target), ("draft", decoder.draft)) if r is not None}
     room = min(r.context for r in roles.values()) - max(widths)
     contexts = tuple(sorted({min(c, room) for c in contexts}))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from specdec.call import Call
-from specdec.config import UNSET, GenerationSettings, check_exact
+from specdec.config import UNSET, GenerationSettings, check_exact, check_switch
 from specdec.costs import as_costs
 from specdec.drafters import make_drafters, tree_makers
 from specdec.drafters.chain import Chain, upstream_order
@@ -55,6 +55,8 @@ class SpeculativeDecoder:
     ):
         check_exact(exact)
         check_compile(compile)
+        check_switch("fuse", fuse)
+        check_switch("check", check)
         self.costs = as_costs(costs)
         self.default_chain = strategies is None
         self.strategies = make_drafters(strategies, draft_model is not None)
@@ -85,6 +87,7 @@ class SpeculativeDecoder:
         own = {name: options.pop(name) for name in names if name in options}
         check_exact(own.get("exact", "auto"))
         check_compile(own.get("compile", "auto"))
+        check_switch("fuse", own.get("fuse", False))
         drafters = make_drafters(strategies, draft is not None)
         check_draft(drafters, draft)
         translate = any(getattr(d, "translate", False) for d in drafters)

@@ -55,7 +55,7 @@ def is_unicode(text: str) -> bool:
 def write_atomically(path: Path, data: str | bytes) -> None:
     """A reader finds the old file or the new one, never half of it; a write that fails leaves the old one alone.
 
-    Raises OSError.
+    Raises OSError, with the name of `path`.
     """
     unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
@@ -64,6 +64,8 @@ def write_atomically(path: Path, data: str | bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         unfinished.replace(path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
         with suppress(OSError):
             unfinished.unlink()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,9 @@ def test_seconds_are_linear_between_entries_and_beyond_the_widest() -> None:
     assert TABLE.call("somebody's") > 0
     with pytest.raises(SpecdecError, match="no draft model"):
         TABLE.seconds("draft", 1, 100, 1)
+    for role, batch in (("foo", 1), ("target", 0)):
+        with pytest.raises(SpecdecError, match="expected target or draft and one row or more"):
+            TABLE.seconds(role, batch, 100, 1)
 
 
 def test_a_table_is_frozen_and_survives_files(tmp_path: Path) -> None:
@@ -57,11 +61,28 @@ def test_a_table_is_frozen_and_survives_files(tmp_path: Path) -> None:
         ({"draft": (((1.0,),),)}, "draft must hold"),
         ({"round": "x"}, "round"),
         ({"calls": {"suffix": -1.0}}, "suffix"),
+        ({"calls": []}, "calls must map"),
+        ({"calls": None}, "calls must map"),
+        ({"calls": {1: 1.0}}, "calls must map"),
+        ({"target": None}, "target must hold"),
+        ({"target": ((("1", "2", "3"),) * 2,) * 2}, "target must hold"),
+        ({"target": (((True, True, True),) * 2,) * 2}, "target must hold"),
+        ({"target": (((1.0, 1.5, 10**400),) * 2,) * 2}, "target must hold"),
+        ({"batches": None}, "batches must be a sequence"),
+        ({"round": 10**400}, "round"),
+        ({"source": "foo"}, "source must be"),
+        ({"device": None}, "device a text"),
     ],
 )
 def test_a_table_of_another_form_is_refused(change: dict[str, Any], part: str) -> None:
     with pytest.raises(SpecdecError, match=part):
         replace(TABLE, **change)
+
+
+def test_a_table_that_cannot_be_written_names_the_file_that_was_given(tmp_path: Path) -> None:
+    for path in (tmp_path / "missing" / "a.json", tmp_path):
+        with pytest.raises(OSError, match=re.escape(f"'{path}'")):
+            TABLE.save(path)
 
 
 def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
@@ -91,7 +112,13 @@ def test_nominal_costs_of_a_real_model_are_those_of_two_cores(smollm2_folder: Pa
         assert table.seconds("target", 1, 0, width) == pytest.approx(seconds, rel=0.1)
 
 
-@pytest.mark.parametrize("axes", [{"widths": ()}, {"widths": (1, 1)}, {"batches": (2, 1)}, {"batches": (0,)}])
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"widths": ()}, {"widths": (1, 1)}, {"batches": (2, 1)}, {"batches": (0,)}, {"batches": 1}, {"contexts": 16},
+        {"contexts": None}, {"contexts": ()}, {"contexts": (0,)}, {"repeats": 0}, {"repeats": 1.5}, {"widths": "12"},
+    ],
+)  # fmt: skip
 def test_nothing_is_measured_for_a_table_that_cannot_be(axes: dict[str, Any]) -> None:
     decoder = SpeculativeDecoder(small_model(1, 13), check=False)
     told: list[str] = []

@@ -136,6 +136,8 @@ def test_presets_grow_smollm2_to_what_they_say() -> None:
         ("llama", {"hidden_size": 16}, "hidden_size 16"),
         ("llama", {"layers": 2}, "num_hidden_layers 2"),
         ("llama", {"layers": 2.5}, "layers"),
+        ("llama", {"hidden_size": 64, "seed": "x"}, "seed"),
+        ("llama", {"hidden_size": 64, "dtype": torch.int8}, "floating point"),
     ],
 )
 def test_what_cannot_be_inflated_is_named(kind: str, grown: dict[str, Any], named: str) -> None:

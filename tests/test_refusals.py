@@ -117,7 +117,12 @@ def test_what_is_no_source_is_named(thing: Any) -> None:
 
 @pytest.mark.parametrize(
     ("options", "match"),
-    [({"exact": "no"}, "exact"), ({"strategies": ["draft-model"]}, "needs a draft"), ({"dtyp": 1}, "dtype")],
+    [
+        ({"exact": "no"}, "exact"),
+        ({"fuse": "no"}, "fuse"),
+        ({"strategies": ["draft-model"]}, "needs a draft"),
+        ({"dtyp": 1}, "dtype"),
+    ],
 )
 def test_options_are_refused_before_weights_are_loaded(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], match: str

@@ -112,8 +112,12 @@ def inflate(
     old one's. The new model is made on `device` at once; the host never holds a copy of it. seed: of the numbers that
     have no effect.
 
-    Raises SpecdecError for an architecture that it does not know, and for a size below the model's own.
+    Raises SpecdecError for an architecture that it does not know, a size below the model's own, a dtype that holds no
+    fractions, and a seed that is no whole number.
     """
+    check_whole("inflate: seed", seed, 0)
+    if dtype is not None and not dtype.is_floating_point:
+        raise SpecdecError(f"inflate: dtype must be of floating point, got {dtype}")
     device = torch.device(device) if device is not None else model.device
     config = _grown_config(model.config, Inflation(hidden_size, layers, intermediate_size, kv_heads))
     _check_parameters(model)

@@ -175,7 +175,9 @@ class BenchConfig:
     def __post_init__(self) -> None:
         for name, cls in _PARTS.items():
             value = getattr(self, name)
-            if isinstance(value, Mapping):
+            if value is None and name in ("models", "data"):
+                value = {}
+            if not (value is None or isinstance(value, cls)):
                 object.__setattr__(self, name, from_dict(cls, value, name))
         for name, cls in _TABLES.items():
             object.__setattr__(self, name, _table(name, getattr(self, name), cls))

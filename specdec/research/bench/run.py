@@ -26,6 +26,8 @@ from specdec.research.bench.passes import bandwidth, pass_table
 from specdec.research.bench.profile import profile_rounds
 from specdec.research.bench.scenario import ScenarioRun
 from specdec.research.bench.targets import judge
+from specdec.research.datasets import load_prompts
+from specdec.research.prompt_sources import HUB
 
 Progress = Callable[[str], None]
 
@@ -74,6 +76,8 @@ def _check(config: BenchConfig, contenders: Mapping[str, Contender]) -> None:
     for contender in measured:
         if "costs" in contender.options.generate:
             raise SpecdecError(f"costs: contender {contender.name!r} names a table of its own")
+    if not config.data.dataset.startswith(HUB):
+        load_prompts(config.data.dataset, config.data.categories)  # before models are built for nothing
 
 
 @dataclass

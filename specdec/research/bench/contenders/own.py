@@ -11,7 +11,7 @@ import torch
 import specdec
 from specdec.acceptance import find_rule
 from specdec.checks import check_chain, check_generation
-from specdec.config import check_exact
+from specdec.config import as_list, check_exact, check_switch
 from specdec.drafters import make_drafters
 from specdec.engine import Clock
 from specdec.errors import SpecdecError
@@ -48,7 +48,8 @@ class Own(Contender):
         check_exact(self.options.exact)
         for mode in (self.options.compile, self.options.draft_compile or "off"):
             check_compile(mode)
-        self.strategies = make_drafters(list(self.options.strategies), True)
+        check_switch(f"contender {name}: fuse", self.options.fuse)
+        self.strategies = make_drafters(self.options.strategies, True)
         for option in SCENARIOS & set(self.options.generate):
             raise SpecdecError(f"contender {name}: generate: {option} is the scenario's to say")
         self.generation = check_generation(self.options.generate)
@@ -75,7 +76,7 @@ class Own(Contender):
         return {**self.options.generate, **costs}
 
     def settings(self) -> dict[str, Any]:
-        return {**asdict(self.options), "strategies": [str(s) for s in self.options.strategies]}
+        return {**asdict(self.options), "strategies": [str(s) for s in as_list(self.options.strategies)]}
 
     @property
     def decoder(self) -> specdec.SpeculativeDecoder:
