@@ -65,8 +65,12 @@ def describe_corpus(name: str, train: list[tuple[str, str]], held: list[tuple[st
     for path, text in sorted(train + held):
         digest.update(f"{path}\0{text}\0".encode())
     return {
-        "source": name, "sha256": digest.hexdigest(), "train_files": len(train), "held_out_files": len(held),
-        "train_bytes": sum(len(t.encode()) for _, t in train), "held_out_bytes": sum(len(t.encode()) for _, t in held),
+        "source": name,
+        "sha256": digest.hexdigest(),
+        "train_files": len(train),
+        "held_out_files": len(held),
+        "train_bytes": sum(len(t.encode()) for _, t in train),
+        "held_out_bytes": sum(len(t.encode()) for _, t in held),
     }
 
 
@@ -132,8 +136,11 @@ def measure_rows(target: Any, draft: Any, rows: Tensor, skip: int = 0) -> dict[s
     result = {name: round(torch.cat(v).mean().item(), 4) for name, v in found.items()}
     spread = torch.cat(found["agreement"])
     error = spread.std().item() / len(spread) ** 0.5 if len(spread) > 1 else float("nan")
-    return result | {"agreement_error": round(error, 4), "rows": len(spread),
-                     "positions": len(spread) * (rows.shape[1] - max(1, skip))}
+    return result | {
+        "agreement_error": round(error, 4),
+        "rows": len(spread),
+        "positions": len(spread) * (rows.shape[1] - max(1, skip)),
+    }
 
 
 @torch.no_grad()

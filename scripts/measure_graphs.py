@@ -29,8 +29,13 @@ from specdec.research.bench.passes import bandwidth, pass_ms, timed
 from specdec.runner import Runner, Shapes
 
 LLAMA = {
-    "135M": {"hidden_size": 576, "num_hidden_layers": 30, "intermediate_size": 1536, "head_dim": 64,
-             "num_key_value_heads": 3},
+    "135M": {
+        "hidden_size": 576,
+        "num_hidden_layers": 30,
+        "intermediate_size": 1536,
+        "head_dim": 64,
+        "num_key_value_heads": 3,
+    },
     "1B": {"hidden_size": 2048, "num_hidden_layers": 16, "intermediate_size": 8192, "head_dim": 64},
     "8B": {"hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14336, "head_dim": 128},
 }

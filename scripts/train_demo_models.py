@@ -57,9 +57,17 @@ class Shape:
     def build(self, vocab: int) -> LlamaForCausalLM:
         """Return a freshly initialised model; residual outputs start at zero."""
         config = LlamaConfig(
-            vocab_size=vocab, hidden_size=self.hidden, num_hidden_layers=self.layers, intermediate_size=self.mlp,
-            num_attention_heads=self.heads, num_key_value_heads=self.kv_heads, head_dim=32, tie_word_embeddings=True,
-            max_position_embeddings=2048, bos_token_id=0, eos_token_id=0,
+            vocab_size=vocab,
+            hidden_size=self.hidden,
+            num_hidden_layers=self.layers,
+            intermediate_size=self.mlp,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=32,
+            tie_word_embeddings=True,
+            max_position_embeddings=2048,
+            bos_token_id=0,
+            eos_token_id=0,
         )
         model = LlamaForCausalLM(config)
         for name, weight in model.named_parameters():
@@ -91,8 +99,17 @@ class Settings:
 
 
 SMOKE = Settings(
-    vocab=512, context=64, batch=4, target=Shape(64, 3, 96, 2, 1), drafts=(Shape(64, 1, 64, 2, 1),), target_steps=30,
-    draft_steps=20, generated_batches=(1.0,), generated_rows=4, generated_length=96, corpus_limit=300_000,
+    vocab=512,
+    context=64,
+    batch=4,
+    target=Shape(64, 3, 96, 2, 1),
+    drafts=(Shape(64, 1, 64, 2, 1),),
+    target_steps=30,
+    draft_steps=20,
+    generated_batches=(1.0,),
+    generated_rows=4,
+    generated_length=96,
+    corpus_limit=300_000,
 )
 
 
@@ -104,8 +121,14 @@ def train_tokenizer(texts: list[str], vocab: int) -> PreTrainedTokenizerFast:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=vocab, special_tokens=[EOS], initial_alphabet=alphabet)
     bpe.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=EOS, eos_token=EOS, pad_token=EOS,
-                                   clean_up_tokenization_spaces=False, model_max_length=2048)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        bos_token=EOS,
+        eos_token=EOS,
+        pad_token=EOS,
+        clean_up_tokenization_spaces=False,
+        model_max_length=2048,
+    )
 
 
 class Muon(torch.optim.Optimizer):
@@ -183,8 +206,16 @@ def make_step(model: nn.Module, loss: Loss, example: Tensor, graph: bool) -> Los
     return replay
 
 
-def fit(model: nn.Module, stream: Iterator[Tensor], loss: Loss, probe: Callable[[], float], steps: int,
-        seconds: float, s: Settings, graph: bool) -> dict[str, Any]:
+def fit(
+    model: nn.Module,
+    stream: Iterator[Tensor],
+    loss: Loss,
+    probe: Callable[[], float],
+    steps: int,
+    seconds: float,
+    s: Settings,
+    graph: bool,
+) -> dict[str, Any]:
     """Minimise `loss` over `steps` batches; the schedule ends early, decayed to zero, if `seconds` would run out."""
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
@@ -256,8 +287,9 @@ def distil(logits: Tensor, teacher: Tensor, hard: float) -> Tensor:
     return (1 - hard) * soft + hard * F.nll_loss(log_q, log_p.argmax(-1))
 
 
-def train_draft(shape: Shape, target: Any, s: Settings, texts: tuple[Tensor, Tensor, Tensor],
-                args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
+def train_draft(
+    shape: Shape, target: Any, s: Settings, texts: tuple[Tensor, Tensor, Tensor], args: argparse.Namespace
+) -> tuple[Any, dict[str, Any]]:
     """Distil one draft from the target, half on real and half on self-generated text."""
     torch.manual_seed(s.seed + 1)
     train, generated, held = texts
@@ -342,9 +374,12 @@ def main() -> None:
     train, held = (tokenize(tokenizer, files).to(args.device) for files in (train_files, held_files))
     corpus |= {"train_tokens": len(train), "held_out_tokens": len(held)}
     print(corpus, flush=True)
-    made_with = {"python": platform.python_version(), "torch": torch.__version__,
-                 "transformers": transformers.__version__,
-                 "device": torch.cuda.get_device_name() if args.device == "cuda" else "CPU"}
+    made_with = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "device": torch.cuda.get_device_name() if args.device == "cuda" else "CPU",
+    }
     if "target" in args.stages:
         target, record = train_target(s, train, held, args)
         save(target, tokenizer, args.out / "target")

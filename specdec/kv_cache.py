@@ -284,8 +284,10 @@ def kv_widths(config: Any) -> tuple[int, int, int]:
     """
     heads = config.num_attention_heads
     if getattr(config, "kv_lora_rank", None):
-        return config.num_hidden_layers, heads * (config.qk_nope_head_dim + config.qk_rope_head_dim), (
-            heads * config.v_head_dim
+        return (
+            config.num_hidden_layers,
+            heads * (config.qk_nope_head_dim + config.qk_rope_head_dim),
+            (heads * config.v_head_dim),
         )
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads

@@ -147,7 +147,7 @@ class PairReport:
 
 
 def compare_vocabularies(target: Any, draft: Any) -> str:
-    """"identical", "compatible", or what differs.
+    """ "identical", "compatible", or what differs.
 
     Compatible is llama.cpp's rule: the same kind of tokenizer, the same BOS and EOS handling, sizes within 128, and
     the same text for every id from 5 on.
@@ -181,4 +181,3 @@ def _adds(tokenizer: Any, name: str) -> str:
     ids = tokenizer("a")["input_ids"]
     present = bool(ids) and token is not None and token in (ids[:1] if name == "bos" else ids[-1:])
     return f"adds id {token}" if present else "adds none"
-

@@ -143,9 +143,7 @@ class Stats:
             "emitted_tokens": self.emitted_tokens,
             "verify_passes": self.verify_passes,
             "host_reads": self.host_reads,
-            "rows": [
-                {**tally.to_dict(), "emitted_tokens": n} for tally, n in zip(tallies, self.emitted, strict=True)
-            ],
+            "rows": [{**tally.to_dict(), "emitted_tokens": n} for tally, n in zip(tallies, self.emitted, strict=True)],
             "strategies": {
                 name: {**by_strategy[name].to_dict(), **asdict(counters)} for name, counters in self.counters.items()
             },

@@ -63,9 +63,7 @@ LAWS = {
 
 @pytest.mark.parametrize("parents", [None, [-1]], ids=["chain", "tree"])
 @pytest.mark.parametrize("name", LAWS)
-def test_a_q_that_cannot_be_is_refused_where_it_matters(
-    name: str, parents: Any, decoder: SpeculativeDecoder
-) -> None:
+def test_a_q_that_cannot_be_is_refused_where_it_matters(name: str, parents: Any, decoder: SpeculativeDecoder) -> None:
     draft = Draft([1], parents, LAWS[name])
     with pytest.raises(SpecdecError, match="'own' claimed a q that its tokens cannot have been drawn from"):
         run(decoder, draft, temperature=0.8)

@@ -212,9 +212,7 @@ class NgramMapK(RowDrafter):
         if self.fix_begin and state is not None and not _goes_on(prompt, state.text):
             del self._rows[row]
         if row not in self._rows:
-            self._rows[row] = RowMap(
-                self.size_n, self.size_m, self.hash_size, self._weights, bool(self.fix_blind_spot)
-            )
+            self._rows[row] = RowMap(self.size_n, self.size_m, self.hash_size, self._weights, bool(self.fix_blind_spot))
         self._rows[row].begin(len(prompt), self._drops_values)
 
     def accept(self, row: int, n_accepted: int, is_other: bool) -> None:
