@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import time
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -22,13 +26,46 @@ settings.register_profile("specdec", deadline=None, derandomize=True)
 settings.load_profile("specdec")
 
 
+SLOWEST = 5.0  # seconds of CPU that a test of the fast tier may take
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tell modules, which are imported later, which tier runs: the fast one leaves out what is marked `full`."""
+    os.environ["SPECDEC_TIER"] = "fast" if config.option.markexpr == "not full" else "full"
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a CUDA device where there is none."""
+    """Mark what the fast tier leaves out, and skip what needs a CUDA device where there is none."""
+    grids = defaultdict(list)
+    for item in items:
+        if any(name in item.keywords for name in ("gpu", "smollm2")):
+            item.add_marker(pytest.mark.full)
+        if item.get_closest_marker("fast"):
+            grids[item.nodeid.split("[")[0]].append(item)
+    for cases in grids.values():
+        mark = cases[0].get_closest_marker("fast")
+        assert mark is not None
+        # Any fixed order would do that is not the grid's own: neighbours in the grid are alike.
+        cases.sort(key=lambda item: hashlib.sha256(item.name.encode()).digest())
+        again = mark.kwargs.get("again", False) and os.environ["SPECDEC_TIER"] == "full"
+        for item in cases if again else cases[mark.args[0] :]:
+            item.add_marker(pytest.mark.full)
     if torch.cuda.is_available():
         return
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Fail a test of the fast tier that takes long, so that the tier stays fast."""
+    started = time.process_time()
+    yield
+    took = time.process_time() - started
+    if os.environ["SPECDEC_TIER"] == "fast" and took > SLOWEST:
+        pytest.fail(f"takes {took:.1f} s of CPU: mark it `full`, or keep fewer of its cases by `fast(n)`")
 
 
 @pytest.fixture(scope="session")

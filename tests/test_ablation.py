@@ -158,6 +158,7 @@ def forked(pair: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Pa
     return folder
 
 
+@pytest.mark.full
 def test_kill_9_at_ten_moments_and_resume_gives_the_uninterrupted_table(
     finished: Path, pair: dict[str, str], forked: Path
 ) -> None:
@@ -171,6 +172,7 @@ def test_kill_9_at_ten_moments_and_resume_gives_the_uninterrupted_table(
     assert timeless(rows) == timeless(build_table(finished)[0])
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("keep", [0.0, 0.3, 0.999])
 def test_a_torn_line_is_cut_off_and_its_row_run_again(
     finished: Path, pair: dict[str, str], tmp_path: Path, keep: float
@@ -232,6 +234,7 @@ def test_rows_of_other_weights_are_not_mixed(tmp_path: Path) -> None:
 # -- models, shards ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_each_model_is_loaded_once(pair: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two pairs and a target alone, interleaved with settings that need another dtype."""
     from specdec import loading
@@ -255,6 +258,7 @@ def test_each_model_is_loaded_once(pair: dict[str, str], tmp_path: Path, monkeyp
     assert build_table(tmp_path / "out")[1] == 0
 
 
+@pytest.mark.full
 def test_two_processes_share_the_work_and_the_last_one_merges(finished: Path, forked: Path) -> None:
     """As accelerate launch and torchrun start them: by RANK and WORLD_SIZE, each with a journal of its own."""
     out = forked / "shared"
@@ -270,6 +274,7 @@ def row_lines_of(folder: Path, rank: int) -> list[dict[str, Any]]:
     return [entry for entry in map(json.loads, lines) if entry["kind"] == "row"]
 
 
+@pytest.mark.full
 def test_a_merge_waits_for_the_other_shards(pair: dict[str, str], tmp_path: Path) -> None:
     run_ablation(grid(pair), tmp_path, Share(1, 2))
     assert merge(tmp_path) is None
@@ -281,7 +286,7 @@ def test_a_merge_waits_for_the_other_shards(pair: dict[str, str], tmp_path: Path
     assert build_table(tmp_path)[1] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_accelerate_launch_gives_the_table_of_one_process(finished: Path, pair: dict[str, str], tmp_path: Path) -> None:
     """The real launcher, with two processes of the command line."""
     (tmp_path / "config.yaml").write_text(dump_yaml(grid(pair)))

@@ -268,6 +268,7 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
 # -- compare ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_compare_ranks_and_explains(pair: dict[str, str], tmp_path: Path) -> None:
     """The target as its own draft is always right and never pays; a strategy beside it needs no draft."""
     arguments = (

@@ -331,6 +331,7 @@ def broken_from(position: int, value: float, model: Any) -> Any:
 CHAINS: dict[str, Any] = {"plain": [], "draft": [DraftModel(n_max=5)], "lookup": [PromptLookup(n_max=6)]}
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf])
 @pytest.mark.parametrize("chain", CHAINS)
@@ -373,6 +374,7 @@ def test_nothing_of_a_failed_row_is_left_in_the_cache(batch_size: int) -> None:
     assert out.token_ids == [oracle_greedy(model, p, 12) for p in PROMPTS]
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "acceptance": "match"}, {"temperature": 0.8}])
 def test_a_broken_draft_model_does_the_text_no_harm(value: float, options: dict[str, Any]) -> None:

@@ -33,6 +33,7 @@ def quick() -> dict[str, Any]:
     return result
 
 
+@pytest.mark.full
 def test_a_quick_run_has_every_figure(quick: dict[str, Any]) -> None:
     suite = quick["suites"]["embedded-pair"]
     assert bench.equal(quick)

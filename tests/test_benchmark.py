@@ -111,6 +111,7 @@ def result(config_file: Path) -> dict[str, Any]:
 # -- a whole run -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_every_contender_has_its_figures_or_its_reason(result: dict[str, Any]) -> None:
     one = result["scenarios"]["one"]["contenders"]
     assert set(one) == set(SMALL["contenders"])

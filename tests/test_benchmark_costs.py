@@ -23,6 +23,7 @@ MEASURED: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.full
 def test_lengths_are_chosen_from_the_table_that_the_result_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
     generate = specdec.SpeculativeDecoder.generate
@@ -40,6 +41,7 @@ def test_lengths_are_chosen_from_the_table_that_the_result_keeps(monkeypatch: py
     assert result["scenarios"]["one"]["contenders"]["automatic"]["equality"]["equal"] == 1
 
 
+@pytest.mark.full
 def test_where_costs_cannot_be_measured_their_contenders_say_so_and_the_rest_runs() -> None:
     config = {**MEASURED, "costs": {**MEASURED["costs"], "contexts": [1], "widths": [1, 100_000]}}
     result = run_bench(from_dict(BenchConfig, config, "bench.yaml"), "bench")

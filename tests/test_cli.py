@@ -50,6 +50,7 @@ def refused(*arguments: str) -> str:
 # -- demo -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_python_m_specdec_demo_json() -> None:
     """As a user runs it, outside the repository: the installed package needs no file of the checkout."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
@@ -93,6 +94,7 @@ def test_demo_matches_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "NO" in run(*short).stdout
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(("acceptance", "identical"), [("match", True), ("leviathan", None)])
 def test_sampled_demo(acceptance: str, identical: bool | None) -> None:
     sampled = ("--temperature", "0.8", "--seed", "5", "--acceptance", acceptance)
@@ -167,6 +169,7 @@ def test_plain_generation_is_a_strategy_list_of_none() -> None:
     assert result["stats"]["rounds"] == 4
 
 
+@pytest.mark.fast(8)
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [

@@ -48,6 +48,7 @@ def compiled(model: Any, backend: Any = "aot_eager", **options: Any) -> Runner:
     return runner
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(("kind", "rotations"), [("llama", 1), ("gemma3", 2), ("mixtral", 1)])
 def test_layers_share_one_compilation(kind: str, rotations: int) -> None:
     model = tiny_model(kind)
@@ -85,6 +86,7 @@ def test_hidden_states_are_the_models_and_cost_no_compilation(kind: str) -> None
     assert runner.compiled.compiler.whole
 
 
+@pytest.mark.full
 def test_what_one_model_breaks_another_is_spared() -> None:
     """dynamo gives up code, not functions: models whose layers are the same code do not share it."""
     broken = tiny_model("llama")
@@ -115,6 +117,7 @@ def test_a_layer_whose_forward_somebody_replaced_is_left_alone() -> None:
     assert parts_of(model, 3) is None
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("kind", ["dynamic", "longrope", "yarn"])
 def test_rotations_that_look_at_how_far_positions_go_are_not_compiled(kind: str) -> None:
     scaling: dict[str, Any] = {"rope_type": kind, "factor": 2.0, "rope_theta": 10000.0}
@@ -162,6 +165,7 @@ def test_what_precedes_the_layers_is_compiled_too() -> None:
     assert runner.parts[runner.prepare].compiler.whole
 
 
+@pytest.mark.full
 def test_compiled_decoding_writes_the_same_text() -> None:
     model = tiny_model("llama")
     expected = specdec.SpeculativeDecoder(model, check=False).generate([[1, 2, 3], [4, 5]], 12).token_ids

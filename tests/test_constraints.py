@@ -48,6 +48,7 @@ def _run(strategy: str, constraint: Any, **options: Any) -> Any:
     )
 
 
+@pytest.mark.fast(5)
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.9}, {"temperature": 0.9, "acceptance": "match"}], ids=str)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_text_stays_inside_the_constraint(strategy: str, options: dict[str, Any]) -> None:
@@ -96,6 +97,7 @@ def test_a_position_costs_one_step_also_where_draft_and_target_both_ask(strategy
     assert constraint.advances == before + 4
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_matcher_with_rollback_gives_the_text_of_pure_states(strategy: str) -> None:
     for options in ({}, {"temperature": 0.9}):
@@ -162,6 +164,7 @@ class _CoolingByText(hf.LogitsProcessor):
         return scores / (1 + (input_ids == 7).sum(dim=-1, keepdim=True))
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_processor_with_a_state_equals_the_one_that_reads_the_whole_text(strategy: str) -> None:
     for acceptance in ("match", "leviathan"):
@@ -204,6 +207,7 @@ SCHEMA = {
 }  # fmt: skip
 
 
+@pytest.mark.fast(6)
 @pytest.mark.parametrize("padded", [0, 40])
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.2}, {"temperature": 1.2, "acceptance": "match"}], ids=str)
 @pytest.mark.parametrize("strategies", [[], [PromptLookup()], [DraftModel(n_max=4)]], ids=["plain", "lookup", "model"])

@@ -68,6 +68,7 @@ def llama_texts(n_prompts: int, new: int) -> tuple[list[list[int]], list[list[in
     return prompts, [oracle_greedy(tiny_model("llama"), p, new) for p in prompts]
 
 
+@pytest.mark.fast(4)
 @pytest.mark.parametrize("kind", TINY_KINDS)
 def test_plain_decoding_equals_the_oracle_and_transformers(kind: str) -> None:
     out = pair(kind).generate(PROMPTS, NEW, strategies=[])
@@ -84,6 +85,7 @@ FULLY = ("llama", "qwen2", "gemma3", "mixtral", "looping")
 BRIEFLY = ("p_min", "lookup, draft")
 
 
+@pytest.mark.fast(20)
 @pytest.mark.parametrize(
     ("kind", "chain"),
     [(k, c) for k in FULLY for c in CHAINS] + [(k, c) for k in TINY_KINDS if k not in FULLY for c in BRIEFLY],
@@ -145,6 +147,7 @@ def test_a_wrong_token_anywhere_in_a_draft_changes_nothing(rows: int, wrong_at: 
     check_counts(out)
 
 
+@pytest.mark.fast(4)
 @pytest.mark.parametrize("kind", ["gemma3", "mixtral", "qwen2"])
 @pytest.mark.parametrize("wrong_at", [0, 2, 5])
 def test_rejected_tokens_leave_no_trace_in_the_cache(kind: str, wrong_at: int) -> None:
@@ -162,6 +165,7 @@ def test_a_chain_of_wrong_drafts_only_costs_passes() -> None:
     assert out.stats.verify_passes == 20
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     ("kind", "chain"),
     [("llama", "p_min"), ("looping", "three"), ("qwen2", "draft-model 5"), ("gemma3", "three"), ("mixtral", "p_min")],
@@ -175,6 +179,7 @@ def test_rows_of_a_batch_of_8_equal_their_single_runs(kind: str, chain: str) -> 
     check_counts(batch)
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("chain", ["draft-model 3", "lookup, draft"])
 def test_slots_are_refilled_from_the_queue(chain: str) -> None:
     prompts, texts = llama_texts(20, 12)
@@ -196,6 +201,7 @@ def test_a_refilled_slot_forgets_its_last_row() -> None:
     assert out.token_ids == texts
 
 
+@pytest.mark.fast(4)
 @pytest.mark.parametrize("attention", ["sdpa", "eager", "specdec_ragged"])
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "mixtral"])
 def test_attention_implementations_give_the_same_text(kind: str, attention: str) -> None:

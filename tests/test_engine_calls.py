@@ -227,6 +227,7 @@ def test_rounds_tell_what_happened(decoder: SpeculativeDecoder) -> None:
     assert r.finish_reason == "length"
 
 
+@pytest.mark.fast(4)
 @pytest.mark.parametrize("where", ["criterion", "drafter", "accept"])
 @pytest.mark.parametrize("after", [0, 3, 8])
 def test_an_interrupt_returns_what_is_there(decoder: SpeculativeDecoder, where: str, after: int) -> None:

@@ -13,7 +13,7 @@ import specdec
 from specdec.research.datasets import load_prompts
 from tests.helpers.smollm2 import load_smollm2
 
-pytestmark = [pytest.mark.smollm2, pytest.mark.slow]
+pytestmark = pytest.mark.smollm2
 
 PROMPTS, LONGEST, NEW = 20, 260, 24
 TIE = 1e-4  # two best logits closer than this can swap between passes of different width in float32

@@ -138,6 +138,7 @@ def test_the_document_is_json_without_paths(measured: dict[str, Any]) -> None:
     assert Path(ExactnessConfig(target="/a/b/model").to_dict()["target"]) == Path("model")
 
 
+@pytest.mark.full
 def test_a_lossy_rule_fails_the_benchmark_and_is_called_a_fault(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -50,6 +50,7 @@ def cut(text: list[int], eos: set[int]) -> list[int]:
 # -- rows ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_row_1_rows_disturb_each_other(strategy: str) -> None:
     """Symptom: batch > 1 changes a row, because prompts are padded or accepted lengths are shared."""
@@ -60,6 +61,7 @@ def test_row_1_rows_disturb_each_other(strategy: str) -> None:
     assert batch.token_ids == [s.token_ids[0] for s in single] == other.token_ids[::-1]
 
 
+@pytest.mark.fast(5)
 @pytest.mark.parametrize("difference", [-128, -5, 4, 64])
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0}, {"temperature": 1.0, "acceptance": "match"}])
 def test_row_4_padded_vocabularies(difference: int, options: dict[str, Any]) -> None:
@@ -82,6 +84,7 @@ def test_row_4_padded_vocabularies(difference: int, options: dict[str, Any]) -> 
 # -- stops ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast(8)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("at", [0, 4, 8, 15])
 def test_row_5_tokens_after_eos_inside_a_block(strategy: str, at: int) -> None:
@@ -96,6 +99,7 @@ def test_row_5_tokens_after_eos_inside_a_block(strategy: str, at: int) -> None:
     check_counts(out)
 
 
+@pytest.mark.fast(8)
 @pytest.mark.parametrize("length", [8, 40])
 @pytest.mark.parametrize("at", [0, 5, 7, 8, 15, 16, 17, 18, 34, 39])
 def test_row_5_eos_anywhere_in_a_right_draft(length: int, at: int) -> None:
@@ -121,6 +125,7 @@ def test_row_5_the_models_own_eos_ids_are_used() -> None:
     assert SpeculativeDecoder(target).generate(PROMPTS[0], N, eos_token_id=None).token_ids == [text[:N]]
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_row_6_max_new_tokens_overshoots(strategy: str) -> None:
     """Symptom: the last block brings more tokens than were asked for."""
@@ -147,6 +152,7 @@ def test_row_7_special_ids_that_a_model_does_not_have(present: str | None) -> No
 # -- sampling ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("rule", ["match", "leviathan"])
 @pytest.mark.parametrize("strategy", ["draft-model", "chain"])
 def test_row_10_temperatures_towards_zero(strategy: str, rule: str) -> None:
@@ -220,6 +226,7 @@ def same(a: list[Any], b: list[Any]) -> bool:
     return all(equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_row_14_two_equal_calls_give_equal_traces(strategy: str) -> None:
     """Symptom: an adapted draft length, a cache or a counter leaks into the next call."""
@@ -239,6 +246,7 @@ def test_row_14_two_equal_calls_give_equal_traces(strategy: str) -> None:
         assert {r.drafted for row in first.stats.rows for r in row} >= {8}  # the caller's k is the k
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("attention", [None, "sdpa", "eager"])
 def test_row_14_the_callers_models_are_as_before(attention: str | None, training: bool) -> None:
@@ -284,6 +292,7 @@ def test_row_14_an_exception_in_the_middle_of_a_pass_changes_nothing(side: str) 
 # -- statistics ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast(8)
 @pytest.mark.parametrize(
     ("strategy", "temperature"), [*((s, 0.0) for s in STRATEGIES), ("draft-model", 1.0), ("chain", 1.0)]
 )
@@ -314,6 +323,7 @@ def test_row_16_generated_is_accepted_and_rounds(strategy: str, temperature: flo
 # -- contexts ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast(8)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("room", [0, 1, 2, 9])
 def test_row_23_generation_runs_into_the_end_of_the_context(strategy: str, room: int) -> None:
@@ -327,6 +337,7 @@ def test_row_23_generation_runs_into_the_end_of_the_context(strategy: str, room:
     check_counts(out)
 
 
+@pytest.mark.fast(4)
 @pytest.mark.parametrize("context", [4, 8, 20, 24])
 @pytest.mark.parametrize("strategy", ["draft-model", "p_min", "chain"])
 def test_row_24_the_drafts_context_is_shorter(strategy: str, context: int) -> None:

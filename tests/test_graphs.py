@@ -45,6 +45,7 @@ CALLS = {
 }
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("call", CALLS)
 def test_recorded_passes_give_the_eager_text(call: str) -> None:
     eager, recorded = decoder(), decoder(Rerun)

@@ -20,6 +20,7 @@ def test_the_oracle_equals_transformers_generate(kind: str) -> None:
     assert oracle_greedy(model, PROMPT, 24) == generated[0, 5:].tolist()
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("kind", TINY_KINDS)
 def test_tiny_models_are_reproducible_and_not_degenerate(kind: str) -> None:
     before = torch.random.get_rng_state()

@@ -284,6 +284,7 @@ def rounds(out: Any) -> list[Any]:
     return [[tuple(r) for r in row] for row in out.stats.rows]
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(
     "options", [{}, {"acceptance": "match", "temperature": 0.8}, {"acceptance": "coupled", "temperature": 0.8}]
 )

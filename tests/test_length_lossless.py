@@ -25,7 +25,7 @@ from tests.helpers.laws import Fit, cell, fit, samples, small_model, three_token
 
 V = 13
 PROMPT = [5, 7, 5, 7, 5]
-SAMPLES, CONTROL_SAMPLES, BATCH = samples(6_000), 3_000, 1_000
+SAMPLES, CONTROL_SAMPLES, BATCH = samples(6_000, 2_000), 3_000, 1_000
 # Two tokens look best at first, and one no longer worth it after a rejection; so lengths change within three tokens.
 COSTS = CostTable((((1.0, 1.5, 1.7),),), (((0.05, 0.1, 0.15),),), widths=(1, 2, 3))
 
@@ -58,7 +58,7 @@ def fitted(out: Generation) -> Fit:
     return fit(cell(out.token_ids, V), three_token_law(small_model(3, V), PROMPT, 0.8))
 
 
-@pytest.mark.slow
+@pytest.mark.fast(1, again=True)
 @pytest.mark.parametrize(
     "strategies",
     [[DraftModel()], [DraftModel(p_min=0.22)], [PromptLookup(), DraftModel()]],
@@ -137,7 +137,7 @@ CONTROLS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", CONTROLS)
 def test_a_controller_that_sees_too_much_is_rejected(
     name: str, monkeypatch: pytest.MonkeyPatch, record_property: Any

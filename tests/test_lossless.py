@@ -1,7 +1,7 @@
 """Losslessness: samples follow the target's law, which is enumerated exactly, and wrong rules and drafters do not.
 
-Every case draws the first three tokens 20,000 times. The negative controls draw fewer, so that they are rejected for
-less evidence than the right implementation is given to fail.
+Every case draws the first three tokens 20,000 times (3,000 in the fast tier). The negative controls
+draw no more, so that they are rejected for no more evidence than the right implementation is given to fail.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.helpers.laws import Fit, cell, fit, samples, small_model, three_token
 
 V = 13
 PROMPT = [5, 7, 5, 7, 5]  # repeats, so that prompt lookup drafts from the first round on
-SAMPLES, CONTROL_SAMPLES, BATCH = samples(20_000), 3_000, 2_000
+SAMPLES, CONTROL_SAMPLES, BATCH = samples(20_000, 3_000), 3_000, 2_000
 LOOKUP_THEN_MODEL = (PromptLookup(n_max=2), DraftModel(n_max=2))
 
 
@@ -88,7 +88,7 @@ CASES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.fast(5, again=True)
 @pytest.mark.parametrize("name", CASES)
 def test_the_first_three_tokens_follow_the_targets_law(name: str, record_property: Any) -> None:
     """Row 12 of the faults in the wild: sampling that is none, and a first token that nobody verifies."""
@@ -103,7 +103,7 @@ def test_the_first_three_tokens_follow_the_targets_law(name: str, record_propert
         assert tally["draft_tokens"] > SAMPLES / 10, label
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_draft_equal_to_the_target_follows_the_targets_law_and_always_stands() -> None:
     target = small_model(3, V)
     out = _sample(target, [DraftModel(n_max=2)], SAMPLES, acceptance="leviathan")
@@ -113,7 +113,7 @@ def test_draft_equal_to_the_target_follows_the_targets_law_and_always_stands() -
     assert out.stats.accepted_tokens >= out.stats.draft_tokens - 2  # passes of other shapes differ by 1e-6
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_drafts_verified_in_chunks_follow_the_targets_law(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two fed tokens a pass: a draft of four goes over three passes, its q with it."""
     chunked = Shapes((*range(1, 18),), 2, 32)
@@ -125,7 +125,7 @@ def test_drafts_verified_in_chunks_follow_the_targets_law(monkeypatch: pytest.Mo
     assert out.stats.verify_passes > 3 * SAMPLES / 2 / BATCH
 
 
-@pytest.mark.slow
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("acceptance", ["match", "leviathan", "coupled"])
 def test_penalties_apply_to_the_accepted_text_in_the_sampled_law(acceptance: str) -> None:
     options = {"repetition_penalty": 1.8}
@@ -137,7 +137,6 @@ def test_penalties_apply_to_the_accepted_text_in_the_sampled_law(acceptance: str
 # -- negative controls: the test above must reject each of these -----------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", BROKEN_RULES)
 def test_a_broken_rule_is_rejected(name: str, record_property: Any) -> None:
     result = _control([DraftModel(n_max=2)], BROKEN_RULES[name])
@@ -145,7 +144,7 @@ def test_a_broken_rule_is_rejected(name: str, record_property: Any) -> None:
     assert not result.holds, str(result)
 
 
-@pytest.mark.slow
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_broken_drafter_is_rejected(fault: str, record_property: Any) -> None:
     draft = _flat(V) if fault == "reuses-noise" else small_model(1, V)
@@ -159,7 +158,7 @@ def test_a_draft_cut_at_ids_outside_the_vocabulary_is_refused() -> None:
         _control([SampledDrafter(small_model(1, V + 4), V, CUTS_OUTSIDE)], n=50)
 
 
-@pytest.mark.slow
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(("vocab", "keyed"), [(V, False), (V + 4, False), (V, True)])
 def test_the_controls_drafter_is_lossless_without_its_fault(vocab: int, keyed: bool) -> None:
     result = _control([SampledDrafter(_flat(vocab) if keyed else small_model(1, vocab), V, keyed=keyed)])
@@ -207,6 +206,7 @@ DRAFTERS = {
 }
 
 
+@pytest.mark.fast(5)
 @pytest.mark.parametrize("cuts", [{}, {"top_k": 6, "top_p": 0.9}], ids=["plain", "cut"])
 @pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize("acceptance", ["match", "coupled"])
@@ -224,6 +224,7 @@ def test_match_and_coupled_give_plain_decodings_text_whatever_the_drafter(
     )
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("acceptance", ["match", "leviathan", "coupled"])
 def test_a_row_does_not_depend_on_neighbours_batch_size_or_order(acceptance: str) -> None:
     decoder = _decoder(small_model(1, V))
@@ -248,6 +249,7 @@ def test_a_row_does_not_depend_on_neighbours_batch_size_or_order(acceptance: str
         assert alone.token_ids[0] == expected[i]
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("acceptance", ["match", "leviathan", "coupled"])
 def test_seeds_repeat_and_differ_as_documented(acceptance: str) -> None:
     decoder = _decoder(small_model(1, V))

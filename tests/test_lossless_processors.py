@@ -26,7 +26,7 @@ from tests.helpers.laws import Adjust, Fit, cell, fit, samples, small_model, thr
 
 V = 13
 PROMPT = [5, 7, 5, 7, 5]
-SAMPLES = samples(3_000)
+SAMPLES = samples(3_000, 2_000)
 CONTROL_SAMPLES, BATCH, T = 2_500, 1_000, 0.8
 MODEL, LOOKUP = (DraftModel(n_max=2),), (PromptLookup(n_max=2),)
 BOTH = (*LOOKUP, *MODEL)
@@ -100,7 +100,7 @@ def _fit(case: Case, n: int, strategies: Sequence[Any] | None = None, broken: bo
     return fit(cell(out.token_ids, V), case.law, tests=len(CASES))
 
 
-@pytest.mark.slow
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("name", CASES)
 def test_three_tokens_follow_the_law_of_the_whole_pipeline(name: str, record_property: Any) -> None:
     result = _fit(CASES[name], SAMPLES)
@@ -108,7 +108,6 @@ def test_three_tokens_follow_the_law_of_the_whole_pipeline(name: str, record_pro
     assert result.holds, str(result)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_the_laws_of_the_cases_are_told_apart_from_the_plain_one(name: str) -> None:
     plain = three_token_law(small_model(3, V), PROMPT, T)
@@ -119,7 +118,7 @@ def test_the_laws_of_the_cases_are_told_apart_from_the_plain_one(name: str) -> N
 # -- controls ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("name", ["leviathan, several", "leviathan, presence and frequency"])
 def test_penalties_that_count_unaccepted_draft_tokens_are_rejected(
     name: str, monkeypatch: pytest.MonkeyPatch, record_property: Any
@@ -167,7 +166,7 @@ class ConstrainedDrafter(SampledDrafter):
         return Draft([t for t, _ in row[:length]], None, torch.stack([law for _, law in row[:length]]), self.name)
 
 
-@pytest.mark.slow
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("fault", [None, "unmasked", "cuts-forbidden", "claims-unmasked"])
 def test_the_mask_belongs_into_q_and_never_cuts_a_draft(fault: str | None, record_property: Any) -> None:
     drafter = ConstrainedDrafter(small_model(1, V), V, fault)
@@ -179,6 +178,7 @@ def test_the_mask_belongs_into_q_and_never_cuts_a_draft(fault: str | None, recor
 # -- temperature towards zero --------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("acceptance", ["match", "leviathan"])
 @pytest.mark.parametrize(
     "options",

@@ -52,6 +52,7 @@ def ask(drafter: Any, text: list[int], n_max: int = 0, row: int = 0) -> list[int
     return [int(t) for t in draft.tokens]
 
 
+@pytest.mark.fast(8)
 @pytest.mark.parametrize("parity", [True, False])
 @pytest.mark.parametrize("name", SMALL)
 @settings(max_examples=60)
@@ -225,6 +226,7 @@ CHAIN = [
 ]  # fmt: skip
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("batch", [1, 3])
 def test_the_whole_family_in_a_chain_gives_plain_decodings_text(batch: int) -> None:
     model = looping(tiny_model("llama"))

@@ -34,8 +34,9 @@ def test_the_notebooks_that_the_readme_names_are_there() -> None:
     assert "quickstart" in {path.stem for path in NOTEBOOKS}
 
 
-@pytest.mark.slow
-@each
+@pytest.mark.parametrize(
+    "path", [pytest.param(p, marks=() if p.stem == "quickstart" else pytest.mark.full, id=p.stem) for p in NOTEBOOKS]
+)
 def test_it_prints_what_is_stored(path: Path) -> None:
     fresh = script.run(path)
     assert script.differences(nbformat.read(path, as_version=4), fresh) == []

@@ -137,6 +137,7 @@ def said(plot: Any, table: Any) -> str:
     return str(caught.value)
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("name", sorted(plots.PLOTS))
 def test_a_plot_names_each_column_that_its_table_lacks(rows: list[Any], name: str) -> None:
     """Without any one column a plot draws the same or names that column."""

@@ -91,6 +91,7 @@ def test_what_rows_share_is_computed_by_a_group_before() -> None:
     assert shared_first({}) == []
 
 
+@pytest.mark.fast(4)
 @pytest.mark.parametrize("batch", [2, 3, 5])
 @pytest.mark.parametrize("strategies", [[], [DraftModel(n_max=3)], ["prompt-lookup", DraftModel(n_max=2)]])
 @pytest.mark.usefixtures("together")

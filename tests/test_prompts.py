@@ -122,6 +122,7 @@ def test_a_tokenizers_own_bos_is_kept() -> None:
 # -- row 21: streaming ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast(8)
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("text", TEXTS)
 def test_row_21_a_stream_is_the_text(text: str, draft: str) -> None:
@@ -184,6 +185,7 @@ def test_row_21_a_tokenizer_that_tidies_spaces_does_not_break_the_stream() -> No
         assert out.texts[0].endswith(text[-4:].strip()[-2:])
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.2, "seed": 3}])
 def test_row_21_a_stream_of_a_random_model_equals_its_text(options: dict[str, Any]) -> None:
     model = tiny_model("llama", vocab=len(tokenizer()))

@@ -30,6 +30,7 @@ def test_the_python_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Round(" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_the_commands_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every `specdec` line runs, with little to do."""
     monkeypatch.chdir(ROOT)

@@ -41,6 +41,7 @@ def from_engine(k: int, rule: str, temperature: float, seed: int, eos: tuple[int
     )  # fmt: skip
 
 
+@pytest.mark.fast(9)
 @pytest.mark.parametrize("rule", ["leviathan", "match", "coupled"])
 @pytest.mark.parametrize(("k", "temperature"), [(1, 1.0), (4, 0.7), (7, 1.5), (4, 0.0)])
 def test_the_engine_equals_the_reference(rule: str, k: int, temperature: float) -> None:
@@ -60,6 +61,7 @@ def test_the_size_of_the_batch_changes_nothing(rule: str, batch: int) -> None:
     assert from_engine(4, rule, 0.7, 3, batch=batch).token_ids == expected(4, rule, 0.7, 3)
 
 
+@pytest.mark.fast(4)
 @pytest.mark.parametrize("rule", ["leviathan", "match", "coupled"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_an_eos_inside_an_accepted_block_ends_both(rule: str, temperature: float) -> None:

@@ -102,6 +102,7 @@ def test_uniforms_look_uniform_and_independent_along(axis: str) -> None:
 # -- races -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_races_on_a_vocabulary_of_100000_draw_the_law_its_tail_included() -> None:
     """Half of the mass lies on 60,000 tokens of about 1e-5 each, a fifth on tokens of 2e-5 down to 2e-7."""
     rng = np.random.default_rng(0)
@@ -121,6 +122,7 @@ def test_races_on_a_vocabulary_of_100000_draw_the_law_its_tail_included() -> Non
     assert result.holds, str(result)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rare", [1e-5, 1e-6])
 def test_rare_tokens_come_as_often_as_their_probability_says(rare: float) -> None:
     """float32 uniforms would cut the noise's tail here."""
@@ -204,6 +206,7 @@ def _decoder() -> SpeculativeDecoder:
     return SpeculativeDecoder(tiny_model("llama"), tiny_model("llama", seed=1), check=False)
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("acceptance", ["match", "leviathan"])
 @pytest.mark.parametrize("strategies", [[], ["draft-model:n_max=5"], ["prompt-lookup", "draft-model:n_max=5"]], ids=str)
 def test_low_temperatures_tend_to_the_argmax_and_extreme_ones_do_not_break(strategies: Any, acceptance: str) -> None:
@@ -288,6 +291,7 @@ def _repeated_proposals(reuse: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[i
     return same, total
 
 
+@pytest.mark.full
 def test_a_position_drafted_again_gets_fresh_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     same, total = _repeated_proposals(False, monkeypatch)
     assert total > 150
@@ -325,6 +329,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.fast(4)
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_greedy_text_with_processors_equals_transformers_and_plain(name: str) -> None:
     """Row 8 of the faults in the wild: penalties ignored, doubled or weakened."""

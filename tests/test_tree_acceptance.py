@@ -24,7 +24,7 @@ from tests.test_acceptance import check, make_block
 
 V = 6
 TARGET, SOURCE = Language.random(1, V), Language.random(2, V)
-SAMPLES, CONTROL_SAMPLES = samples(60_000), 20_000
+SAMPLES, CONTROL_SAMPLES = samples(60_000, 20_000), 20_000
 
 
 # -- the walk, against an oracle -------------------------------------------------------------------------------------
@@ -191,6 +191,7 @@ PLANS: dict[str, Any] = {
 }
 
 
+@pytest.mark.fast(5, again=True)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("rule", [LEVIATHAN, MATCH, COUPLED], ids=lambda r: r.name)
 def test_three_tokens_after_a_tree_follow_the_targets_law(
@@ -203,6 +204,7 @@ def test_three_tokens_after_a_tree_follow_the_targets_law(
     assert 0.3 < float(verdict.accepted.float().mean()) < 2.9
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("cuts", [(3, 0), (0, 4), (3, 4), (4, 3)], ids=str)
 def test_laws_that_were_cut_follow_the_targets_law_also_where_the_draft_has_too_few_tokens(cuts: Any) -> None:
     """Tokens without probability in p, in q (4 of 6: two tokens for three siblings), or in both."""
@@ -254,6 +256,7 @@ def test_the_first_token_is_plain_samplings_under_match_and_coupled(rule: Accept
     assert (cells // V**2 == plain.numpy()).all()
 
 
+@pytest.mark.full
 def test_siblings_raise_the_acceptance_of_the_first_level_above_a_chains() -> None:
     p, q = TARGET.laws[0][0].double().numpy(), SOURCE.laws[0][0].double().numpy()
     for rule in (LEVIATHAN, COUPLED):

@@ -62,6 +62,7 @@ class RandomTrees:
         return Draft(tokens, parents)
 
 
+@pytest.mark.fast(4)
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "mistral", "mixtral"])
 def test_greedy_text_with_trees_is_plain_decodings(kind: str, batch: int) -> None:
@@ -89,6 +90,7 @@ def test_other_attention_implementations_see_the_same_trees(implementation: str)
     assert decoder.generate(PROMPTS, max_new_tokens=16, strategies=[trees]).token_ids == expected
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("name", TREES)
 def test_trees_of_the_draft_model_give_plain_decodings_text(name: str) -> None:
     model = tiny_model("llama")
@@ -150,12 +152,12 @@ LOSSLESS: dict[str, tuple[str, Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("name", LOSSLESS)
 def test_texts_drafted_as_trees_follow_the_targets_law(name: str, record_property: Any) -> None:
     """Three tokens over as many rounds as they take, drafted, verified and compacted by the engine."""
     acceptance, drafter, law = LOSSLESS[name]
-    vocab, prompt, n = 13, [5, 7, 5, 7, 5], samples(1_500 if "penalty" in name else 4_000)
+    vocab, prompt, n = 13, [5, 7, 5, 7, 5], samples(1_500 if "penalty" in name else 4_000, 1_500)
     decoder = SpeculativeDecoder(small_model(3, vocab), small_model(1, vocab), strategies=[], check=False)
     options = {"temperature": 0.8, "acceptance": acceptance, "keep_state": True, **law}
     decoder.generate(prompt, max_new_tokens=1, **options)

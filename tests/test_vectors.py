@@ -19,6 +19,7 @@ def shown(wrong: Sequence[str]) -> str:
     return f"{len(wrong)} differences, the first ones:\n" + "\n".join(wrong[:5])
 
 
+@pytest.mark.fast(5, again=True)
 @pytest.mark.filterwarnings("ignore:ngram-mod")  # the data has short n-grams too
 @pytest.mark.parametrize("kind", ["ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache"])
 def test_every_draft_and_counter_of_llama_cpp(kind: str) -> None:
@@ -26,12 +27,14 @@ def test_every_draft_and_counter_of_llama_cpp(kind: str) -> None:
     assert not wrong, shown(wrong)
 
 
+@pytest.mark.fast(1, again=True)
 @pytest.mark.filterwarnings("ignore:ngram-mod")
 def test_every_draft_and_counter_of_llama_cpps_chains() -> None:
     wrong = vectors.replay("chain.json", "chain", vectors.replay_chain)
     assert not wrong, shown(wrong)
 
 
+@pytest.mark.fast(1, again=True)
 def test_every_draft_of_llama_cpps_lookup_programs() -> None:
     wrong = vectors.replay("ngram_cache.json", "lookup", vectors.replay_lookup)
     assert not wrong, shown(wrong)

@@ -38,6 +38,7 @@ def measured(decoder: Any, plan: Any, prompts: Any, **options: Any) -> float:
     return float(out.stats.emitted_tokens / out.stats.rounds)
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(
     "options",
     [{}, {"temperature": 0.8, "acceptance": "match"}, {"temperature": 0.8, "acceptance": "coupled"},
@@ -55,6 +56,7 @@ def test_where_the_text_is_the_drafters_own_business_estimates_are_exact(options
         assert plan.tokens_per_round == pytest.approx(measured(decoder, plan, prompts, batch_size=1, **call)), plan
 
 
+@pytest.mark.full
 def test_on_the_embedded_pair_estimates_are_exact_for_greedy_text() -> None:
     decoder = specdec.SpeculativeDecoder.from_pretrained(target_path(), draft_path(), check=False)
     prompts = ["def fibonacci(n):\n", "class Stack:\n"]
@@ -63,6 +65,7 @@ def test_on_the_embedded_pair_estimates_are_exact_for_greedy_text() -> None:
         assert plan.tokens_per_round == pytest.approx(measured(decoder, plan, prompts, max_new_tokens=24), rel=0.03)
 
 
+@pytest.mark.full
 def test_under_leviathan_estimates_are_those_of_real_runs(decoder: specdec.SpeculativeDecoder) -> None:
     """Independent samples of 11,520 tokens each: 3 % is about three standard errors."""
     prompts = [random_ids(4, i, VOCAB) for i in range(8)]
@@ -95,6 +98,7 @@ def _own_texts(decoder: Any, out: Any, prompts: Any) -> tuple[float, float]:
     return sum(rounds) / sum(expected) - 1, error
 
 
+@pytest.mark.full
 def test_given_its_text_a_leviathan_run_takes_the_estimated_rounds(
     decoder: specdec.SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

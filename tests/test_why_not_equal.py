@@ -175,6 +175,7 @@ def test_leviathan_samples_are_not_compared(decoder: specdec.SpeculativeDecoder)
         why_not_equal(decoder, [1, 2], [3], [4], temperature=0.8, acceptance="leviathan")
 
 
+@pytest.mark.full
 def test_every_difference_of_half_precision_runs_without_exact_mode_is_a_tie() -> None:
     """Row 9 of the faults in the wild: passes of other shapes flip near-ties in bfloat16."""
     decoder = specdec.SpeculativeDecoder(tiny_model("llama", hidden_size=64, vocab=512).to(torch.bfloat16))

@@ -23,9 +23,10 @@ LEVEL = 0.001  # how often an exact sampler may be rejected, over all tests of o
 THIN = 8.0  # cells that expect fewer samples are pooled
 
 
-def samples(default: int) -> int:
-    """How many samples a case draws: at least SPECDEC_SAMPLES, which scripts/measure_laws.py sets."""
-    return max(default, int(os.environ.get("SPECDEC_SAMPLES", "0")))
+def samples(full: int, fast: int) -> int:
+    """How many samples a case draws in either tier: at least SPECDEC_SAMPLES, which scripts/measure_laws.py sets."""
+    chosen = full if os.environ.get("SPECDEC_TIER") == "full" else fast
+    return max(chosen, int(os.environ.get("SPECDEC_SAMPLES", "0")))
 
 
 def small_model(seed: int, vocab: int, spread: float = 0.25) -> Any:
