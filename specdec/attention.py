@@ -24,6 +24,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from specdec.errors import SpecdecError
+from specdec.model_config import attention_heads, field_of, layer_configs
 from specdec.trees import TreePass
 
 RAGGED = "specdec_ragged"
@@ -56,8 +57,8 @@ def ragged_attention(
     groups = heads // key.shape[1]
     folded = query.reshape(batch, key.shape[1], groups * length, width)
     mask = attention_mask
-    if mask is not None and mask.shape[2] != folded.shape[2]:
-        mask = mask.repeat(1, 1, groups, 1)
+    if mask is not None and mask.shape[2] != folded.shape[2]:  # a layer with other groups than most, or not folded
+        mask = mask[:, :, :length].repeat(1, 1, groups, 1)
     if softcap is None and s_aux is None and torch.compiler.is_compiling() and folded.shape[2] <= SUMMED:
         out = _summed_attention(folded, key, value, mask, scaling or width**-0.5)
     elif fused and softcap is None and s_aux is None:
@@ -137,6 +138,16 @@ def fastest(device_type: str, queries: int, kv_len: int) -> str:
     return MATMUL if device_type == "cuda" and kv_len >= 2048 and queries <= 128 else RAGGED
 
 
+def _groups(config: Any) -> int:
+    """How many query heads share a key and value in most layers: what masks are folded for."""
+    found = []
+    for layer in layer_configs(config):
+        heads, kv_heads = attention_heads(layer)
+        # With latent attention every head has its own key: nothing to fold.
+        found.append(1 if getattr(layer, "kv_lora_rank", None) else heads // kv_heads)
+    return max(set(found), key=found.count)
+
+
 class MaskBuilder:
     """Builds the masks one model wants: one tensor, or one per layer type for models that mix windows.
 
@@ -147,11 +158,9 @@ class MaskBuilder:
     def __init__(self, config: Any, implementation: str, dtype: torch.dtype):
         self.additive = implementation != "sdpa"  # a boolean mask given to eager would be silently wrong
         self.dtype = dtype
-        kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        latent = getattr(config, "kv_lora_rank", None)  # every head has its own key there: nothing to fold
-        self.groups = config.num_attention_heads // kv_heads if implementation in FOLDED and not latent else 1
+        self.groups = _groups(config) if implementation in FOLDED else 1
         layer_types = set(getattr(config, "layer_types", None) or ())
-        window = getattr(config, "sliding_window", None)
+        window = field_of(config, "sliding_window")
         if getattr(config, "use_sliding_window", True) is False:
             window = None
         self.window: int | None = window

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from specdec.device import moved
+from specdec.model_config import attention_heads, layer_configs
 from specdec.trees import array_on
 
 SHORT = 16  # tokens: looking for a common beginning of less costs more than it saves
@@ -146,29 +148,51 @@ class RaggedCache(Cache):
         super().__init__(layers=[RaggedLayer(batch, capacity) for _ in range(n_layers)])
         self.batch = batch
         self.capacity = capacity
+        self.aimed: Aim | None = None
         # Recorded passes know the buffers' addresses, so they live and die with them (graphs.py).
         self.graphs: dict[Any, Any] | None = None
         self.recorded_from: tuple[int, ...] = ()
 
     def aim(self, slots: Tensor, rows: slice, kv_len: int) -> None:
         """Set where the next pass writes (`slots` [B', S]) and how far it reads."""
-        shared = Aim(slots, rows, kv_len)
+        self.aimed = Aim(slots, rows, kv_len)
         for layer in self.layers:
-            layer.aim = shared
+            layer.aim = self.aimed
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """As `Cache.update`."""
+        return self._layer(layer_idx).update(key_states, value_states)
+
+    def _layer(self, index: int) -> RaggedLayer:
+        """A layer by its number. A model that runs its layers several times has more of them here than it says."""
+        while index >= len(self.layers):
+            self.layers.append(RaggedLayer(self.batch, self.capacity))
+            self.layers[-1].aim = self.aimed
+        layer: RaggedLayer = self.layers[index]
+        return layer
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated so far: 0 before the first pass."""
-        return sum(t.nbytes for layer in self.layers if layer.is_initialized for t in (layer.keys, layer.values))
+        return sum(t.nbytes for layer in self.filled for t in (layer.keys, layer.values))
+
+    @property
+    def filled(self) -> list[Any]:
+        """Layers with buffers: all of them after a pass, but for those that take keys and values from another layer
+        (Gemma 3n) or have none."""
+        return [layer for layer in self.layers if layer.is_initialized]
 
     def compact(self, moves: Sequence[tuple[int, int, int]]) -> None:
         """Copy slots, all at once: (row, from, to) each. How rows with tree drafts keep their accepted paths; every
         source is read before any target is written."""
         if not moves:
             return
+        layers = self.filled
         listed = np.asarray(moves, dtype=np.int64).T.copy()
-        index = array_on(listed, self.layers[0].keys.device)
-        for layer in self.layers:
+        index = array_on(listed, layers[0].keys.device)
+        for layer in layers:
             index = moved(index, layer.keys.device)
             row, source, target = index
             for buffer in (layer.keys, layer.values):
@@ -177,14 +201,16 @@ class RaggedCache(Cache):
     def wipe(self, row: int, start: int) -> None:
         """Zero a row from slot `start` on, before another text moves in: a NaN left there would poison it through
         the mask."""
-        for layer in self.layers:
-            if layer.is_initialized:
-                layer.keys[row, :, start:] = 0
-                layer.values[row, :, start:] = 0
+        for layer in self.filled:
+            layer.keys[row, :, start:] = 0
+            layer.values[row, :, start:] = 0
 
     def copy_row_from(self, other: RaggedCache, source: int, target: int, length: int) -> None:
         """Copy `length` slots of another cache's row `source` into this cache's row `target`."""
-        for mine, theirs in zip(self.layers, other.layers, strict=True):
+        for index, theirs in enumerate(other.layers):
+            if not theirs.is_initialized:  # it reads another layer's keys and values
+                continue
+            mine = self._layer(index)
             if not mine.is_initialized:
                 mine.lazy_initialization(theirs.keys, theirs.values)
             mine.keys[target, :, :length] = theirs.keys[source, :, :length]
@@ -276,25 +302,26 @@ class CachePool:
         self.idle = cache
 
 
-def kv_widths(config: Any) -> tuple[int, int, int]:
-    """(n_layers, key numbers, value numbers) per token and layer, from a transformers text config.
+def kv_widths(config: Any) -> list[tuple[int, int]]:
+    """(key numbers, value numbers) that each layer keeps per token, from a transformers text config.
 
     Multi-head latent attention stores every head with its own key and value widths; other models store `H_kv` heads
-    of `head_dim`.
+    of `head_dim`. Layers that read another layer's keys and values keep none.
     """
-    heads = config.num_attention_heads
-    if getattr(config, "kv_lora_rank", None):
-        return (
-            config.num_hidden_layers,
-            heads * (config.qk_nope_head_dim + config.qk_rope_head_dim),
-            (heads * config.v_head_dim),
-        )
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return config.num_hidden_layers, kv_heads * head_dim, kv_heads * head_dim
+    reused = getattr(config, "kv_sharing_modes", None) or ()
+    widths = [_layer_widths(layer) for layer in layer_configs(config)]
+    return [(0, 0) if mode == "reuse" else own for mode, own in zip_longest(reused, widths, fillvalue=None)]
+
+
+def _layer_widths(layer: Any) -> tuple[int, int]:
+    heads, kv_heads = attention_heads(layer)
+    if getattr(layer, "kv_lora_rank", None):
+        return heads * (layer.qk_nope_head_dim + layer.qk_rope_head_dim), heads * layer.v_head_dim
+    width = kv_heads * (getattr(layer, "head_dim", None) or layer.hidden_size // heads)
+    return width, width
 
 
 def kv_cache_bytes(config: Any, dtype: torch.dtype, batch: int, capacity: int) -> int:
     """Bytes of a `RaggedCache` for `batch` rows of `capacity` tokens, the trash slot included."""
-    layers, keys, values = kv_widths(config)
-    return layers * batch * (capacity + 1) * (keys + values) * dtype.itemsize
+    numbers = sum(keys + values for keys, values in kv_widths(config))
+    return batch * (capacity + 1) * numbers * dtype.itemsize

@@ -40,7 +40,8 @@ from specdec.graphs import (
     Recorder,
     choose_mode,
 )
-from specdec.kv_cache import CachePool, RaggedCache, kv_widths, rounded_up
+from specdec.kv_cache import CachePool, RaggedCache, rounded_up
+from specdec.model_config import layer_configs
 from specdec.trees import TreePass, array_on
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -146,7 +147,7 @@ class Runner:
         self.fusion = Fusion(self.model) if self.fuse else None
         self._choose_graphs()
         step = KV_STEP if self.device.type == "cuda" or self.graphs is not None else 1
-        self.pool = CachePool(kv_widths(self.config)[0], step)
+        self.pool = CachePool(len(layer_configs(self.config)), step)
         accepted = inspect.signature(self.model.forward).parameters
         # transformers 5.24 renamed the argument; the old name still works there but warns.
         self.cache_argument = "cache" if "cache" in accepted else "past_key_values"

@@ -83,7 +83,7 @@ def test_compaction_moves_the_accepted_path_to_the_front() -> None:
 
 def test_the_allocated_bytes_are_the_predicted_ones() -> None:
     config = LlamaConfig(hidden_size=16, num_attention_heads=4, num_key_value_heads=HEADS, num_hidden_layers=3)
-    assert kv_widths(config) == (3, HEADS * WIDTH, HEADS * WIDTH)
+    assert kv_widths(config) == [(HEADS * WIDTH, HEADS * WIDTH)] * 3
     cache = RaggedCache(3, 2, CAPACITY)
     assert cache.nbytes == 0
     for layer in range(3):
@@ -95,7 +95,7 @@ def test_the_allocated_bytes_are_the_predicted_ones() -> None:
 def test_latent_attention_is_counted_with_its_own_widths() -> None:
     config = LlamaConfig(hidden_size=16, num_attention_heads=4, num_hidden_layers=2)
     config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim = 8, 6, 2, 5
-    assert kv_widths(config) == (2, 4 * 8, 4 * 5)
+    assert kv_widths(config) == [(4 * 8, 4 * 5)] * 2
 
 
 def test_kept_rows_restore_the_longest_shared_prefix() -> None:
@@ -123,3 +123,19 @@ def test_two_open_leases_never_share_a_cache() -> None:
     assert pool.lease(1, CAPACITY) is first
     pool.give_back(second)
     assert pool.lease(2, CAPACITY) is not second  # another shape is another cache
+
+
+def test_layers_without_keys_of_their_own_are_left_out() -> None:
+    """Gemma 3n's last layers read those of a layer before; they never store anything here."""
+    cache, other = RaggedCache(3, 2, CAPACITY), RaggedCache(3, 2, CAPACITY)
+    cache.aim(torch.tensor([[0, 1, 2], [0, 1, 2]]), slice(0, 2), 3)
+    for layer in (1, 4):  # the cache of a model that runs layers several times grows
+        cache.update(states(2, 3), states(2, 3), layer)
+    cache.compact([(0, 2, 1)])
+    assert torch.equal(cache.layers[4].keys[0, :, 1], cache.layers[4].keys[0, :, 2])
+    other.copy_row_from(cache, 0, 1, 3)
+    for layer in (1, 4):
+        assert torch.equal(other.layers[layer].keys[1, :, :3], cache.layers[layer].keys[0, :, :3])
+    assert [layer.is_initialized for layer in other.layers] == [False, True, False, False, True]
+    cache.wipe(0, 0)
+    assert cache.layers[1].keys[0].any() == 0
