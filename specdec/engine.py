@@ -100,6 +100,7 @@ class Engine:
         starting = {b: self.queue.popleft() for b in free[: len(self.queue)]}
         for group in self._groups(starting):
             self._start({b: starting[b] for b in group})
+        self._switch()
         return self.active()
 
     def _groups(self, starting: Mapping[int, Row]) -> list[list[int]]:
@@ -134,28 +135,39 @@ class Engine:
         for slot, row in rows.items():
             self.chain.begin(slot, row.tokens)
 
+    def _switch(self) -> None:
+        """Compute rows anew whose factors of rotation have changed with their length (rope.py)."""
+        for slot, row in self.active():
+            if self.runner.follow(self.cache, slot, row.size - 1):
+                started = self.clock.mark()
+                seen = self.chain.observe if self.chain.observers else None
+                self.runner.prefill(self.cache, self.shapes, {slot: row.tokens.tolist()}, {slot: 0}, seen)
+                row.alone = True
+                self.prefills.append((started, self.clock.mark()))
+
     def _restore(self, slot: int, row: Row) -> int:
         """Copy into the slot what is there of the row's prompt, and wipe the rest; returns how many tokens it has."""
-        held = list(self.slots)
+        held = self._held()
         self.slots[slot] = None  # from here on the slot's cache is not the old row's, also after an interrupt
+        self.runner.follow(self.cache, slot, row.size - 1)
         known = self.kept.restore(self.cache, slot, row.tokens) if self.kept else 0
-        known = self._share(held, slot, row, known)
+        # Observers see what is fed, and nothing else.
+        if not self.chain.observers and len(row.tokens) >= SHORT:
+            if known > 0:  # the slot holds what an earlier call kept, no more its last row
+                held.texts[slot] = NOTHING
+            known = held.restore(self.cache, slot, row.tokens, self._shared_step, known)
         self.cache.wipe(slot, known)
         return known
 
-    def _share(self, held: Sequence[Row | None], slot: int, row: Row, known: int) -> int:
-        """Take over what the prompt of a row that a slot holds has in common with this one's: a system prompt, a
-        few-shot header, the same prompt again. Returns how many of the row's tokens the slot has then."""
-        if self.chain.observers or len(row.tokens) < SHORT:
-            return known  # observers see what is fed, and nothing else
-        if known > 0:  # the slot holds what an earlier call kept, no more its last row
-            held = [None if b == slot else other for b, other in enumerate(held)]
+    def _held(self) -> KeptRows:
+        """The prompts that the slots hold, for what others have in common with them: a system prompt, a few-shot
+        header, the same prompt again."""
 
         def sound(other: Row) -> bool:
             return other.error is None and (other.alone or not self.shapes.exact)
 
-        texts = [other.ids[: len(other.prompt) - 1] if other and sound(other) else NOTHING for other in held]
-        return KeptRows(self.cache, texts).restore(self.cache, slot, row.tokens, self._shared_step, known)
+        prompts = [row.ids[: len(row.prompt) - 1] if row and sound(row) else NOTHING for row in self.slots]
+        return KeptRows(self.cache, prompts)
 
     # -- draft ---------------------------------------------------------------------------------------------------
 
@@ -163,7 +175,7 @@ class Engine:
         """Give every row a draft: what is left of its last one, or a new one from the chain, perhaps empty."""
         new = [(b, row) for b, row in active if row.pending is None]
         # A round emits one token more than it accepts, so a row with room for one token has no use for a draft.
-        requests = [self._request(b, row) for b, row in new if row.room > 1 and self.chain.drafters]
+        requests = [self._request(b, row) for b, row in new if self._room(row) > 0 and self.chain.drafters]
         drafts: dict[int, Draft] = {}
         if requests:
             made = self.chain.draft(requests, len(self.queue))
@@ -173,12 +185,16 @@ class Engine:
             # A tree is verified in one pass; the first nodes of a tree are a tree.
             row.open_round(draft if draft.parents is None else draft.first(self.shapes.verify_width - 1))
 
+    def _room(self, row: Row) -> int:
+        """Most tokens that the row's next draft may have. It depends on the row's length alone."""
+        return min(row.room - 1, self.runner.before_switch(row.size - 1))
+
     def _request(self, slot: int, row: Row) -> DraftRequest:
         return DraftRequest(
             row=slot,
             tokens=row.tokens,
             last=row.last,
-            n_max=row.room - 1,
+            n_max=self._room(row),
             position=row.size - 1,
             sampling=row.sampling,
             noise=RowNoise(row.key, fold_int(row.key, row.rounds)),

@@ -149,6 +149,9 @@ class RaggedCache(Cache):
         self.batch = batch
         self.capacity = capacity
         self.aimed: Aim | None = None
+        # Rows that are rotated with long factors (rope.py): on the host and, once a pass asks, on the device.
+        self.is_long = [False] * batch
+        self.long: Tensor | None = None
         # Recorded passes know the buffers' addresses, so they live and die with them (graphs.py).
         self.graphs: dict[Any, Any] | None = None
         self.recorded_from: tuple[int, ...] = ()
@@ -172,6 +175,18 @@ class RaggedCache(Cache):
             self.layers[-1].aim = self.aimed
         layer: RaggedLayer = self.layers[index]
         return layer
+
+    def set_long(self, row: int, long: bool) -> None:
+        """Say with which factors a row is rotated from now on. What it holds of the other kind is of no use."""
+        self.is_long[row] = long
+        if self.long is not None:
+            self.long[row] = long
+
+    def long_rows(self, rows: slice, device: torch.device) -> Tensor:
+        """`is_long` of some rows on the device: always the same memory, so that recorded passes can read it."""
+        if self.long is None:
+            self.long = array_on(np.array(self.is_long), device)
+        return self.long[rows]
 
     @property
     def nbytes(self) -> int:
@@ -220,15 +235,19 @@ class RaggedCache(Cache):
 @dataclass
 class KeptRows:
     """Rows whose keys and values are good, of an earlier call or of this one: `texts[i]` is what row i of `cache`
-    holds."""
+    holds, and it is of use to rows that are rotated as it was (`RaggedCache.is_long`) when this was made."""
 
     cache: RaggedCache
     texts: list[np.ndarray]
 
+    def __post_init__(self) -> None:
+        self.is_long = list(self.cache.is_long)
+
     def restore(self, cache: RaggedCache, row: int, ids: np.ndarray, step: int = 1, known: int = 0) -> int:
         """Copy the longest prefix of `ids` that a row holds, cut to a multiple of `step` tokens, into `row` of `cache`,
         unless that has `known` tokens of it already and no fewer. Returns how many tokens it has then."""
-        shared = [common_prefix(text, ids) for text in self.texts]
+        alike = [long == cache.is_long[row] for long in self.is_long]
+        shared = [common_prefix(text, ids) if a else 0 for text, a in zip(self.texts, alike, strict=False)]
         best = max(range(len(shared)), key=shared.__getitem__, default=0)
         length = min(shared[best], cache.capacity) // step * step if shared else 0
         if length <= known:

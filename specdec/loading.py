@@ -21,6 +21,7 @@ from specdec.demo_models import draft_path, target_path
 from specdec.errors import SpecdecError
 from specdec.kv_cache import RaggedCache
 from specdec.report import ModelFacts, PairReport
+from specdec.rope import rope_settings, rope_type, switch_position
 from specdec.runner import Runner, Shapes, context_length, to_device
 
 EMBEDDED = {"demo-target": target_path, "demo-draft": draft_path}
@@ -290,9 +291,12 @@ def check_model_kind(config: Any, role: str) -> None:
         raise SpecdecError(f"{role} ({kind}) has recurrent layers, whose state cannot be trimmed: not supported yet")
     if "chunked_attention" in layers:
         raise SpecdecError(f"{role} ({kind}) uses chunked attention: not supported")
-    rope = getattr(config, "rope_parameters", None) or {}
-    if "dynamic" in str(rope.get("rope_type", "")):
-        raise SpecdecError(f"{role} ({kind}) has dynamic RoPE: a row's positions would depend on its neighbours")
+    if any("dynamic" in rope_type(settings) for settings in rope_settings(config.get_text_config())):
+        raise SpecdecError(
+            f"{role} ({kind}) has dynamic RoPE, whose factors grow with the longest text of a pass: a row would depend "
+            "on its neighbours; not supported"
+        )
+    switch_position(config.get_text_config(), role)
 
 
 def check_modules(target: Any, draft: Any, tokenizer: Any, draft_tokenizer: Any, translate: bool) -> PairReport:

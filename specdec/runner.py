@@ -42,6 +42,7 @@ from specdec.graphs import (
 )
 from specdec.kv_cache import CachePool, RaggedCache, rounded_up
 from specdec.model_config import layer_configs
+from specdec.rope import RowRope, switch_position
 from specdec.trees import TreePass, array_on
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -145,6 +146,8 @@ class Runner:
         self.switch = AttentionSwitch(self.model, implementation)
         self.masks = MaskBuilder(self.config, implementation, self.dtype)
         self.fusion = Fusion(self.model) if self.fuse else None
+        switch = switch_position(self.config)
+        self.rope = RowRope(self.model, switch) if switch is not None else None
         self._choose_graphs()
         step = KV_STEP if self.device.type == "cuda" or self.graphs is not None else 1
         self.pool = CachePool(len(layer_configs(self.config)), step)
@@ -221,7 +224,9 @@ class Runner:
         attention = None
         if self.own_attention:
             attention = fastest(self.device.type, key.batch * key.width * self.masks.groups, key.kv_len)
-        with torch.no_grad(), self.switch.on(attention), self.fusion.on() if self.fusion is not None else nullcontext():
+        fused = self.fusion.on() if self.fusion is not None else nullcontext()
+        rotated = self.rope.on(cache.long_rows(rows, self.device)) if self.rope is not None else nullcontext()
+        with torch.no_grad(), self.switch.on(attention), fused, rotated:
             if forward is not None and not cache.nbytes:
                 self.model(**arguments)  # allocates: compiled code that did would be another program than the next
             out = (forward or self.model)(**arguments)
@@ -252,6 +257,21 @@ class Runner:
             compiler = Compiler(name, self.mode, self.compiled.compiler.backend)
             self.parts[function] = CompiledFunction(function, compiler)
         return cast(F, self.parts[function])
+
+    def before_switch(self, position: int) -> int:
+        """How many tokens after the one at `position` are rotated as it is (rope.py)."""
+        if self.rope is None or position >= self.rope.switch:
+            return self.context
+        return self.rope.switch - 1 - position
+
+    def follow(self, cache: RaggedCache, row: int, position: int) -> bool:
+        """Have a row rotated as a text whose newest token is at `position`. Returns whether that is another way than
+        before, so that nothing the row holds is of use."""
+        long = self.rope is not None and position >= self.rope.switch
+        if long == cache.is_long[row]:
+            return False
+        cache.set_long(row, long)
+        return True
 
     def lease(self, batch: int, capacity: int) -> RaggedCache:
         """A cache for a call, to be given back to `pool`; with its recorded passes, if the weights have stayed."""

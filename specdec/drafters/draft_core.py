@@ -154,14 +154,16 @@ class DraftCore:
         self.accepted.pop(row, None)
         self.fed.pop(row, None)
         ids = as_array(prompt)[: self.capacity]
+        self.runner.follow(self.cache, row, len(ids))
         self.length[row] = self.kept.restore(self.cache, row, ids) if self.kept else 0
         self.written[row] = self.length[row]
         self.text[row, : self.length[row]] = ids[: self.length[row]]
         self.cache.wipe(row, self.length[row])
 
     def room(self, request: DraftRequest, n_max: int) -> int:
-        """How many tokens fit: the draft's context may end before the target's."""
-        return min(request.limit(n_max), self.capacity - len(request.tokens))
+        """How many tokens fit: the draft's context may end before the target's. The last one is not fed."""
+        ahead = self.runner.before_switch(len(request.tokens)) + 1
+        return min(request.limit(n_max), self.capacity - len(request.tokens), ahead)
 
     def accept(self, row: int, n_accepted: int) -> None:
         """Accepted drafts are already in the cache, except the last one if all stood: it was never fed."""
@@ -186,6 +188,9 @@ class DraftCore:
         """What each row's text has grown by: tokens [B, W], where they start, and how many there are. Longer gaps are
         prefilled here; the caller feeds the rest, which counts as fed from now on."""
         self.settle()
+        for r in requests:
+            if self.runner.follow(self.cache, r.row, len(r.tokens)):
+                self.length[r.row] = 0
         totals = {r.row: self.write(r) for r in requests}
         behind = {row: n - 1 for row, n in totals.items() if n - self.length[row] > CATCH_UP}
         for group in self._groups(behind):

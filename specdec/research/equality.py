@@ -217,15 +217,19 @@ def replay(runner: Runner, ids: Sequence[int], prompt_length: int, shape: PassSh
     width = shapes.width(most)
     idle = [0] * (shape.batch - 1)
     cache = RaggedCache(runner.pool.n_layers, shape.batch, capacity)
+    runner.follow(cache, 0, prompt_length - 1)
     runner.prefill(cache, shapes, {0: list(ids[: prompt_length - 1])}, {0: 0})
     start, end = prompt_length - 1, prompt_length - 1 + ((len(ids) - prompt_length) % most + 1)
     while True:
+        end = min(end, start + 1 + runner.before_switch(start))
+        if runner.follow(cache, 0, start):
+            runner.prefill(cache, shapes, {0: list(ids[:start])}, {0: 0})
         chunk = list(ids[start:end])
         fed = [chunk + [0] * (width - len(chunk)), *([0] * width for _ in idle)]
         out = runner.step(cache, shapes, to_device(fed, runner.device), [start, *idle], [len(chunk), *idle])
         if end == len(ids):
             return out.logits[0, len(chunk) - 1, : runner.vocab_size].float()
-        start, end = end, end + most
+        start, end = end, min(end + most, len(ids))
 
 
 def float32_reference(target: Runner) -> tuple[Any, str | None]:

@@ -94,7 +94,10 @@ class _Reader:
             processors = call.sampling.row_processors(row.index, row.prompt, row.stops.max_new_tokens)
         start, found = self._prefill(ids[: len(row.prompt) - 1]), []
         while start < len(ids) - 1:
-            fed = ids[start : min(start + CHUNK, len(ids) - 1)]
+            if runner.follow(self.cache, 0, start):
+                runner.prefill(self.cache, self.shapes, {0: ids[:start]}, {0: 0})
+                self.fed = []
+            fed = ids[start : min(start + CHUNK, start + 1 + runner.before_switch(start), len(ids) - 1)]
             padded = fed + [0] * (self.shapes.width(len(fed)) - len(fed))
             tokens = to_device([padded], runner.device)
             logits = runner.step(self.cache, self.shapes, tokens, [start], [len(fed)]).logits[:, : len(fed)]
@@ -110,7 +113,7 @@ class _Reader:
 
     def _prefill(self, prompt: list[int]) -> int:
         """Feed a prompt without its newest token, unless it is there already. Returns its length."""
-        again = bool(self.fed) and self.fed == prompt
+        again = not self.runner.follow(self.cache, 0, len(prompt)) and bool(self.fed) and self.fed == prompt
         self.cache.wipe(0, len(prompt) if again else 0)
         if not again:
             self.runner.prefill(self.cache, self.shapes, {0: prompt}, {0: 0})
