@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -327,9 +326,9 @@ def kv_widths(config: Any) -> list[tuple[int, int]]:
     Multi-head latent attention stores every head with its own key and value widths; other models store `H_kv` heads
     of `head_dim`. Layers that read another layer's keys and values keep none.
     """
-    reused = getattr(config, "kv_sharing_modes", None) or ()
-    widths = [_layer_widths(layer) for layer in layer_configs(config)]
-    return [(0, 0) if mode == "reuse" else own for mode, own in zip_longest(reused, widths, fillvalue=None)]
+    layers = layer_configs(config)
+    modes = getattr(config, "kv_sharing_modes", None) or [None] * len(layers)
+    return [(0, 0) if mode == "reuse" else _layer_widths(layer) for mode, layer in zip(modes, layers, strict=True)]
 
 
 def _layer_widths(layer: Any) -> tuple[int, int]:
