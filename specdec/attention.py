@@ -164,6 +164,7 @@ class MaskBuilder:
         if getattr(config, "use_sliding_window", True) is False:
             window = None
         self.window: int | None = window
+        self.slopes: Tensor | None = None  # [H], of models whose bias by distance is a part of the mask (alibi.py)
         self.per_type = "sliding_attention" in layer_types
         self.sliding_only = not layer_types and window is not None
 
@@ -177,6 +178,9 @@ class MaskBuilder:
                 positions = positions.repeat(1, self.groups)
             age = positions[:, None, :, None] - torch.arange(kv_len, device=positions.device)
             full = age >= 0
+        if self.slopes is not None:
+            bias = -self.slopes[:, None, None] * age.float()  # [B, H, S, kv_len]
+            return bias.masked_fill(~full, torch.finfo(torch.float32).min)
         if not (self.per_type or self.sliding_only):
             return self._finish(full)
         assert self.window is not None

@@ -16,12 +16,13 @@ from specdec.drafters.chain import Chain, upstream_order
 from specdec.errors import SpecdecError
 from specdec.graphs import check_compile
 from specdec.kv_cache import KeptRows
-from specdec.loading import LoadedPair, check_is_model, check_model_kind, check_modules, self_test
+from specdec.loading import LoadedPair, check_is_model, check_model_kind, check_modules
 from specdec.prompts import TextStream, chat_rows, encode_prompts
 from specdec.provenance import WeightHash, hash_template
 from specdec.reader import HostReader
 from specdec.result import Generation, Round
 from specdec.runner import Runner
+from specdec.self_test import self_test
 
 
 class SpeculativeDecoder:
@@ -171,6 +172,9 @@ class SpeculativeDecoder:
         settings = GenerationSettings.parse(options)
         drafters = self.strategies if strategies is UNSET else make_drafters(strategies, self.draft is not None)
         check_draft(drafters, self.draft)
+        for name in tree_makers(drafters):
+            for runner in self._runners().values():
+                runner.check_trees(name)
         if settings.order == "upstream":
             drafters = upstream_order(drafters)
         encoded = encode_prompts(prompts, self.tokenizer, self.target.vocab_size, self.target.context)

@@ -1,4 +1,4 @@
-"""Loading a pair: sources, checks before anything is allocated, and the self-test of a loaded model.
+"""Loading a pair: sources, and checks before anything is allocated.
 
 Order of work: configs and tokenizers are read first and the pair report is made from them; what cannot work is
 refused there, by name, before a weight is loaded. Two models of different hidden size are a normal pair.
@@ -15,14 +15,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from specdec.attention import AttentionSwitch, check_attention
+from specdec.attention import check_attention
 from specdec.config import PairConfig, from_dict
 from specdec.demo_models import draft_path, target_path
 from specdec.errors import SpecdecError
-from specdec.kv_cache import RaggedCache
 from specdec.report import ModelFacts, PairReport
 from specdec.rope import rope_settings, rope_type, switch_position
-from specdec.runner import Runner, Shapes, context_length, to_device
+from specdec.runner import context_length
 
 EMBEDDED = {"demo-target": target_path, "demo-draft": draft_path}
 _RECURRENT_LAYERS = ("linear_attention", "mamba", "mamba2", "conv", "recurrent", "ssm")
@@ -314,48 +313,7 @@ def check_modules(target: Any, draft: Any, tokenizer: Any, draft_tokenizer: Any,
     return report
 
 
-@torch.no_grad()
-def self_test(runner: Runner, role: str) -> None:
-    """Compare ragged passes with plain forwards on random ids, with wrong drafts trimmed in between.
-
-    Refuses models whose attention or positions do not go through the cache's interface (some ask the cache for its
-    length inside attention). Raises SpecdecError.
-    """
-    window = runner.masks.window
-    longest = min(window + 6 if window is not None and window <= 64 else 12, runner.context)
-    lengths = [longest, max(2, longest - 4)]
-    generator = torch.Generator().manual_seed(0)
-    ids = [torch.randint(0, runner.vocab_size, (n,), generator=generator).tolist() for n in lengths]
-    wrong = torch.randint(0, runner.vocab_size, (2, 3), generator=generator).tolist()
-    cache = RaggedCache(runner.pool.n_layers, 2, longest)
-    shapes = Shapes.choose(runner.device, False, longest)
-    # Eager is the reference: it is the only stock path that honours everything a model asks for (soft caps, sinks).
-    plain = AttentionSwitch(runner.model, "eager")
-    try:
-        starts = [n - 2 for n in lengths]
-        for row, tokens in enumerate(ids):
-            runner.prefill(cache, shapes, {row: tokens[: starts[row]]}, {row: 0})
-        width = shapes.width(2)
-        padding = [0] * (width - 2)
-        runner.step(cache, shapes, to_device([w[:2] + padding for w in wrong], runner.device), starts, [2, 2])
-        right = to_device([t[-2:] + padding for t in ids], runner.device)
-        ragged = runner.step(cache, shapes, right, starts, [2, 2]).logits[:, :2].float()
-        with plain.on():
-            expected = torch.stack(
-                [runner.model(input_ids=to_device([t], runner.device), use_cache=False).logits[0, -2:] for t in ids]
-            ).float()
-    except Exception as error:  # whatever a model trips over in its own code
-        kind = runner.config.model_type
-        raise SpecdecError(f"{role} ({kind}) cannot run on the ragged cache: {_first_line(error)}") from error
-    off = float((ragged.to(expected.device) - expected).norm() / expected.norm().clamp(min=1e-6))
-    if not off < (1e-3 if runner.dtype == torch.float32 else 0.1):
-        raise SpecdecError(
-            f"{role} ({runner.config.model_type}) is not supported: its pass over the ragged cache differs from a "
-            f"plain forward (relative difference {off:.2g})"
-        )
-
-
 __all__ = [
     "LoadedPair", "Source", "check_is_model", "check_model_kind", "check_modules", "context_length", "inspect_pair",
-    "load_pair", "load_tokenizer", "self_test",
+    "load_pair", "load_tokenizer",
 ]  # fmt: skip

@@ -25,8 +25,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.alibi import Alibi
 from specdec.attention import AttentionSwitch, Mask, MaskBuilder, check_attention, fastest
 from specdec.compiled import CompiledFunction, Compiler, Forward, compiled_before, compiled_forward
+from specdec.errors import SpecdecError
 from specdec.fusion import Fusion
 from specdec.graphs import (
     CudaRecorder,
@@ -148,6 +150,9 @@ class Runner:
         self.fusion = Fusion(self.model) if self.fuse else None
         switch = switch_position(self.config)
         self.rope = RowRope(self.model, switch) if switch is not None else None
+        self.alibi = Alibi.of(self.model)
+        self.masks.slopes = self.alibi.slopes if self.alibi is not None else None
+        self.tree_fault: str | None = None  # why trees are refused, once the self-test has tried one
         self._choose_graphs()
         step = KV_STEP if self.device.type == "cuda" or self.graphs is not None else 1
         self.pool = CachePool(len(layer_configs(self.config)), step)
@@ -226,7 +231,8 @@ class Runner:
             attention = fastest(self.device.type, key.batch * key.width * self.masks.groups, key.kv_len)
         fused = self.fusion.on() if self.fusion is not None else nullcontext()
         rotated = self.rope.on(cache.long_rows(rows, self.device)) if self.rope is not None else nullcontext()
-        with torch.no_grad(), self.switch.on(attention), fused, rotated:
+        biased = self.alibi.on(cast(Tensor, masks)) if self.alibi is not None else nullcontext()
+        with torch.no_grad(), self.switch.on(attention), fused, rotated, biased:
             if forward is not None and not cache.nbytes:
                 self.model(**arguments)  # allocates: compiled code that did would be another program than the next
             out = (forward or self.model)(**arguments)
@@ -257,6 +263,14 @@ class Runner:
             compiler = Compiler(name, self.mode, self.compiled.compiler.backend)
             self.parts[function] = CompiledFunction(function, compiler)
         return cast(F, self.parts[function])
+
+    def check_trees(self, strategy: str) -> None:
+        """Raise SpecdecError if the self-test has found that the model cannot be given trees."""
+        if self.tree_fault is not None:
+            raise SpecdecError(
+                f"strategy {strategy!r} drafts trees, but {self.tree_fault}; give it no tree and no branches: chains "
+                "work with this model"
+            )
 
     def before_switch(self, position: int) -> int:
         """How many tokens after the one at `position` are rotated as it is (rope.py)."""
