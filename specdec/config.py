@@ -20,7 +20,7 @@ import yaml
 from specdec.constraints import PrefixProcessor
 from specdec.errors import SpecdecError
 from specdec.sampling import OWN_FIELDS, TEXT_FIELDS, WARPER_FIELDS
-from specdec.texts import parse_yaml
+from specdec.texts import read_yaml
 
 
 class _Unset:
@@ -268,17 +268,10 @@ def from_dict(cls: type[T], data: Any, where: str) -> T:
 
 def load_yaml(path: str | Path, cls: type[T] = RunConfig) -> T:  # type: ignore[assignment]
     """A config file as a dataclass. Raises SpecdecError for a missing or malformed file or an unknown key."""
-    file = Path(path)
-    if not file.is_file():
-        raise SpecdecError(f"config file not found: {path}")
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecdecError(f"{path}: cannot be read as UTF-8 text: {error}") from None
-    data = parse_yaml(text, str(path))
-    config = from_dict(cls, data, file.name)
+    data, name = read_yaml(path, "config file"), Path(path).name
+    config = from_dict(cls, data, name)
     if isinstance(config, RunConfig):
-        _check_run(config, file.name)
+        _check_run(config, name)
     return config
 
 
@@ -298,9 +291,9 @@ def dump_yaml(config: Any) -> str:
     return yaml.safe_dump(_lists(asdict(config)), sort_keys=False, allow_unicode=True)
 
 
-def unknown_name(kind: str, name: str, known: Iterable[str]) -> SpecdecError:
+def unknown_name(kind: str, name: Any, known: Iterable[str]) -> SpecdecError:
     """The error for a name that does not exist, with the nearest one that does."""
-    known = list(known)
+    known, name = list(known), str(name)
     near = difflib.get_close_matches(name, known, n=1)
     listed = ", ".join(known[:12]) + (", ..." if len(known) > 12 else "")
     hint = f"; did you mean {near[0]!r}?" if near else f"; known: {listed}"

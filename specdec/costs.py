@@ -25,7 +25,7 @@ from specdec.drafters.base import DraftContext, DraftRequest, RowDrafter
 from specdec.errors import SpecdecError
 from specdec.provenance import device_name
 from specdec.runner import Runner, Shapes
-from specdec.texts import parse_json, parse_yaml, write_atomically
+from specdec.texts import as_path, is_file, read_json, read_yaml, write_atomically
 
 if TYPE_CHECKING:
     from specdec.decoder import SpeculativeDecoder
@@ -142,19 +142,18 @@ class CostTable:
 
     def save(self, path: str | Path) -> None:
         """Write a file for `load`: YAML if its name ends so, else JSON. Raises OSError."""
-        plain, file = self.to_dict(), Path(path)
+        plain, file = self.to_dict(), as_path(path, "costs")
         text = yaml.safe_dump(plain, sort_keys=False) if _is_yaml(file) else json.dumps(plain, indent=1) + "\n"
         write_atomically(file, text)
 
     @staticmethod
     def load(path: str | Path) -> CostTable:
         """A file of `save`. Raises SpecdecError for a missing file, or one that holds no cost table."""
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise SpecdecError(f"costs: {path} cannot be read: {error}") from None
-        parse = parse_yaml if _is_yaml(Path(path)) else parse_json
-        return CostTable.from_dict(parse(text, str(path)), str(path))
+        file = as_path(path, "costs")
+        if not is_file(file):
+            raise SpecdecError(f"costs: {path} cannot be read: there is no such file")
+        read = read_yaml if _is_yaml(file) else read_json
+        return CostTable.from_dict(read(file, "costs"), str(path))
 
 
 def _is_yaml(path: Path) -> bool:

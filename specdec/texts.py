@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,36 +15,196 @@ import yaml
 
 from specdec.errors import SpecdecError
 
+DEEPEST = 64  # levels of lists and mappings in a document: what reads them goes down one call a level
+MOST_PARTS = 100_000  # lists and mappings of a YAML document, every use of an anchor counted
+MOST_KEYS = 10_000  # of one YAML mapping, merged ones included
+MOST_DIGITS = 300  # of a whole number: as many as a float can hold
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+def as_path(name: Any, what: str) -> Path:
+    """A path as users give it; `what` names its use. Raises SpecdecError for what cannot be the name of a file."""
+    if not isinstance(name, (str, os.PathLike)) or not isinstance(text := os.fspath(name), str):
+        raise SpecdecError(f"{what}: expected the path of a file, got {name!r}")
+    if not text:
+        raise SpecdecError(f"{what}: the name of the file is empty")
+    if "\0" in text:
+        raise SpecdecError(f"{what}: no file can be named {text!r}: the name holds a NUL character")
+    return Path(text)
+
+
+def expanded(name: str | Path) -> Path:
+    """With the home folder in the place of ~; as it is where there is no such user."""
+    with suppress(RuntimeError):
+        return Path(name).expanduser()
+    return Path(name)
+
+
+def is_file(name: str | Path) -> bool:
+    """Whether it is a file that is there; False also for what no file can be named."""
+    try:
+        return Path(name).is_file()
+    except (OSError, ValueError):
+        return False
+
+
+@contextmanager
+def reading(name: Any, what: str) -> Iterator[Path]:
+    """The path of a file that is read inside; its faults become a SpecdecError that names it."""
+    path = as_path(name, what)
+    try:
+        mode = os.stat(path).st_mode
+        if stat.S_ISDIR(mode) or stat.S_ISCHR(mode) or stat.S_ISBLK(mode):  # a device may never end
+            raise SpecdecError(f"{what} not found: {path} is a {'folder' if stat.S_ISDIR(mode) else 'device'}")
+        yield path
+    except (FileNotFoundError, NotADirectoryError):
+        raise SpecdecError(f"{what} not found: {path}") from None
+    except UnicodeDecodeError as error:
+        where = f"{error.reason} at byte {error.start}"
+        raise SpecdecError(f"{what} {path} cannot be read as UTF-8 text: {where}") from None
+    except OSError as error:
+        raise SpecdecError(f"{what} {path} cannot be read: {error.strerror or error}") from None
+
+
+def read_text(name: Any, what: str) -> str:
+    """A UTF-8 file, without a byte order mark. Raises SpecdecError."""
+    with reading(name, what) as path:
+        return path.read_text(encoding="utf-8-sig")
+
+
+def read_bytes(name: Any, what: str) -> bytes:
+    """A file as it is. Raises SpecdecError."""
+    with reading(name, what) as path:
+        return path.read_bytes()
+
+
+def read_json(name: Any, what: str) -> Any:
+    """A JSON file. Raises SpecdecError."""
+    return parse_json(read_text(name, what), str(name))
+
+
+def read_yaml(name: Any, what: str) -> Any:
+    """A YAML file. Raises SpecdecError."""
+    return parse_yaml(read_text(name, what), str(name))
+
+
+def parse_json_lines(text: str, where: str) -> Iterator[tuple[int, Any]]:
+    """(number of the line from 1, document) of JSON lines; blank lines are passed over. Raises SpecdecError."""
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            yield number, parse_json(line, f"{where}, line {number}")
+
+
+# -- parsing ----------------------------------------------------------------------------------------------------------
+
 
 def parse_json(text: str, where: str) -> Any:
     """A JSON document; `where` names it in the SpecdecError that any text that is none raises, also one nested too
     deeply or with too long a number."""
     try:
-        return json.loads(text)
+        made = json.loads(text, parse_int=_whole)
     except json.JSONDecodeError as error:
         raise SpecdecError(f"{where}: not JSON: {error.msg}") from None
-    except (ValueError, RecursionError) as error:
+    except RecursionError:
+        raise SpecdecError(f"{where}: not JSON that can be read: {_TOO_DEEP}") from None
+    except ValueError as error:
         raise SpecdecError(f"{where}: not JSON that can be read: {first_line(error)}") from None
+    _check_nesting(made, where)
+    return made
 
 
 def parse_yaml(text: str, where: str) -> Any:
     """A YAML document, likewise; a key that stands twice in a mapping is a fault, not one value that wins."""
     try:
-        return yaml.load(text, _UniqueKeys)  # a safe loader
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        made = yaml.load(text, _UniqueKeys)  # a safe loader
+    except (yaml.YAMLError, ValueError) as error:
         raise SpecdecError(f"{where}: not valid YAML: {first_line(error)}") from None
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:  # tags over texts that do not fit them
+        raise SpecdecError(f"{where}: not valid YAML: {type(error).__name__}: {first_line(error)}") from None
+    _check_nesting(made, where, MOST_PARTS)
+    return made
+
+
+_TOO_DEEP = f"it nests more than {DEEPEST} levels deep, or refers to itself"
+
+
+def _whole(text: str) -> int:
+    if len(text) > MOST_DIGITS:
+        raise ValueError(f"a number of {len(text)} digits is too long")
+    return int(text)
+
+
+def _check_nesting(document: Any, where: str, most: int | None = None) -> None:
+    """Raise SpecdecError for a document that what works on it could not walk through. A part that refers to itself
+    has no last level; anchors inside anchors make a few lines a document without end."""
+    level, parts = [document], 0
+    for _ in range(DEEPEST + 1):
+        level = [part for value in level for part in _inside(value) if isinstance(part, (list, tuple, dict, set))]
+        parts += len(level)
+        if not level:
+            return
+        if most is not None and parts > most:
+            raise SpecdecError(f"{where}: its anchors stand for more than {most} lists and mappings")
+    raise SpecdecError(f"{where}: {_TOO_DEEP}")
+
+
+def _inside(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return (*value, *value.values())
+    return value if isinstance(value, (list, tuple, set)) else ()
 
 
 class _UniqueKeys(yaml.SafeLoader):
+    """Refuses on the way what would take long to find out at the end."""
+
+    def __init__(self, stream: Any):
+        super().__init__(stream)
+        self.depth = 0
+        self.merging: list[Any] = []
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        self.depth += 1
+        if self.depth > DEEPEST + 1:
+            raise yaml.YAMLError(_TOO_DEEP)
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
-            raise yaml.YAMLError(f"the key {twice!r} stands twice in the mapping at line {node.start_mark.line + 1}")
+        seen: set[str] = set()
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            if isinstance(key, yaml.ScalarNode) and key.value != "<<":
+                if key.value in seen:
+                    raise yaml.YAMLError(f"the key {key.value!r} stands twice in the mapping at {_line(node)}")
+                seen.add(key.value)
         return super().construct_mapping(node, deep)
 
+    def flatten_mapping(self, node: Any) -> None:
+        if any(node is other for other in self.merging):
+            raise yaml.YAMLError(f"the mapping at {_line(node)} merges itself")
+        self.merging.append(node)
+        super().flatten_mapping(node)
+        self.merging.pop()
+        if len(node.value) > MOST_KEYS:
+            raise yaml.YAMLError(f"the mapping at {_line(node)} merges more than {MOST_KEYS} keys")
 
-def first_line(error: Exception) -> str:
+    def construct_yaml_int(self, node: Any) -> int:
+        if len(node.value) <= MOST_DIGITS:
+            value: int = super().construct_yaml_int(node)
+            if abs(value) < 10**MOST_DIGITS:
+                return value
+        raise yaml.YAMLError(f"the number at {_line(node)} is too long")
+
+
+_UniqueKeys.add_constructor("tag:yaml.org,2002:int", _UniqueKeys.construct_yaml_int)
+
+
+def _line(node: Any) -> str:
+    return f"line {node.start_mark.line + 1}"
+
+
+def first_line(error: BaseException) -> str:
     """What an error says first; its type where it says nothing."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
@@ -52,15 +214,34 @@ def is_unicode(text: str) -> bool:
     return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
 
 
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+def write_file(name: Any, data: str | bytes, what: str) -> Path:
+    """`write_atomically`, whose faults become a SpecdecError that names the file."""
+    path = as_path(name, what)
+    try:
+        write_atomically(path, data)
+    except OSError as error:
+        raise SpecdecError(f"{what} {path} cannot be written: {error.strerror or error}") from None
+    return path
+
+
 def write_atomically(path: Path, data: str | bytes) -> None:
-    """A reader finds the old file or the new one, never half of it; a write that fails leaves the old one alone.
+    """A reader finds the old file or the new one, never half of it; a write that fails leaves the old one alone. A pipe
+    or a device is written to.
 
     Raises OSError, with the name of `path`.
     """
-    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    encoded = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
+    # The name is as short as any: one that the file system takes must not become one that it refuses.
+    unfinished = path.parent / f".{uuid.uuid4().hex}"
     try:
+        if path.exists() and not path.is_file():  # a new file would take its place
+            path.write_bytes(encoded)
+            return
         with unfinished.open("xb") as file:
-            file.write(data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data)
+            file.write(encoded)
             file.flush()
             os.fsync(file.fileno())
         unfinished.replace(path)

@@ -24,10 +24,15 @@ BAD_INPUT, INTERRUPTED = 2, 130
 class Verbs(TyperGroup):
     """The group of verbs; turns every error of the user's into one line and an exit status."""
 
-    def main(self, *arguments: Any, **options: Any) -> Any:
+    def main(self, args: Any = None, *arguments: Any, **options: Any) -> Any:
+        for stream in (sys.stdout, sys.stderr):  # texts and names that the terminal's encoding lacks
+            if hasattr(stream, "reconfigure"):
+                stream.reconfigure(errors="backslashreplace")
+        if any("\0" in str(argument) for argument in args or ()):
+            sys.exit(_fail("an argument holds a NUL character: no name and no text can"))
         try:
             with quiet():
-                status = super().main(*arguments, **{**options, "standalone_mode": False})
+                status = super().main(args, *arguments, **{**options, "standalone_mode": False})
         except SpecdecError as error:
             status = _fail(str(error))
         except KeyboardInterrupt:

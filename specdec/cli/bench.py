@@ -21,7 +21,7 @@ from specdec.research.bench.run import faults, missed, run_bench
 from specdec.research.bench.smoke import METHODS, SUITES, equal, run_smoke
 from specdec.research.exactness import PARTS, ExactnessConfig, run_exactness
 from specdec.research.exactness_summary import exact_holds
-from specdec.texts import write_atomically
+from specdec.texts import as_path, write_file
 
 FAILED = 1
 # Which options belong to which of the three ways of calling.
@@ -137,13 +137,14 @@ def _file(settings: BenchConfig, name: str, out: Path | None, strict: bool) -> D
 
 def _save(path: Path | None, result: dict[str, Any]) -> None:
     if path is not None:
-        write_atomically(path, json.dumps(result, indent=1) + "\n")
+        write_file(path, json.dumps(result, indent=1) + "\n", "result")
 
 
 def _check_writable(path: Path) -> None:
     """Fail before minutes of work, not after. Raises SpecdecError."""
-    existed = path.exists()
+    as_path(str(path), "--out")
     try:
+        existed = path.exists()
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8"):
             pass

@@ -10,7 +10,7 @@ from typing import Any
 from specdec.config import GenerationSettings
 from specdec.drafters import make_drafters
 from specdec.errors import SpecdecError
-from specdec.texts import parse_yaml
+from specdec.texts import parse_yaml, read_text
 
 # What --dataset takes, in every verb: docs/datasets.md.
 SETS = "spec-bench, humaneval, gsm8k; a JSON-lines, chat or text file; or hf:owner/name."
@@ -54,14 +54,12 @@ def read_prompts(prompts: Sequence[str], files: Sequence[Path]) -> list[str]:
 
 
 def _read(file: Path) -> str:
-    if str(file) == "-":
-        return sys.stdin.read()
-    if not file.is_file():
-        raise SpecdecError(f"prompt file not found: {file}")
+    if str(file) != "-":
+        return read_text(file, "prompt file")
     try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecdecError(f"prompt file {file} cannot be read as UTF-8 text: {error}") from error
+        return sys.stdin.read().removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        raise SpecdecError(f"standard input cannot be read as UTF-8 text: {error}") from None
 
 
 def with_extra(options: dict[str, Any], pairs: Sequence[str]) -> dict[str, Any]:

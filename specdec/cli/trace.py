@@ -113,7 +113,7 @@ def show(
     palette = output.colours(trace.strategies)
     for index in row or range(len(trace.rows)):
         of_row = [r for r in chosen if r.row == index]
-        console.rule(f"row {index} {trace.rows[index].id} {trace.rows[index].finish_reason}", style="dim")
+        console.rule(Text(f"row {index} {trace.rows[index].id} {trace.rows[index].finish_reason}"), style="dim")
         if rounds:
             console.print(_round_table(trace, of_row))
         else:

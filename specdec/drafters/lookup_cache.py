@@ -25,7 +25,7 @@ import numpy as np
 from specdec.drafters.base import Tokens, as_array
 from specdec.drafters.ngram_core import Occurrences, stable_order
 from specdec.errors import SpecdecError
-from specdec.texts import write_atomically
+from specdec.texts import as_path, reading, write_atomically
 
 LONGEST = 4  # ids of an n-gram
 ID_BITS = (1 << 32) - 1
@@ -197,17 +197,12 @@ class LookupCache:
         rest of less than 16 bytes is ignored. Raises SpecdecError for what cannot be read or is no such file.
         """
         cache = LookupCache(source=str(path))
-        try:
-            if not Path(path).is_file():
-                raise SpecdecError(f"lookup cache not found: {path}")
-            with Path(path).open("rb") as file:
-                for key, pairs in _records(file, os.fstat(file.fileno()).st_size, str(path)):
-                    counts: dict[int, int] = {}
-                    for token, count in zip(pairs[::2], pairs[1::2], strict=True):
-                        counts.setdefault(token, count)
-                    cache.parts.setdefault(key, _packed(counts))
-        except OSError as error:
-            raise SpecdecError(f"cannot read lookup cache {path}: {error.strerror}") from error
+        with reading(path, "lookup cache") as name, name.open("rb") as file:
+            for key, pairs in _records(file, os.fstat(file.fileno()).st_size, str(path)):
+                counts: dict[int, int] = {}
+                for token, count in zip(pairs[::2], pairs[1::2], strict=True):
+                    counts.setdefault(token, count)
+                cache.parts.setdefault(key, _packed(counts))
         return cache
 
     def save(self, path: str | Path) -> None:
@@ -215,11 +210,11 @@ class LookupCache:
 
         Counts beyond int32, which the format has no room for, are written as the largest. Raises SpecdecError.
         """
-        path = Path(path)
-        if path.exists() and not path.is_file():  # a new file would take a device's place
-            kind = "a folder" if path.is_dir() else "no regular file"
-            raise SpecdecError(f"cannot write lookup cache {path}: it is {kind}")
+        path = as_path(path, "lookup cache")
         try:
+            if path.exists() and not path.is_file():
+                kind = "a folder" if path.is_dir() else "no regular file"
+                raise SpecdecError(f"cannot write lookup cache {path}: it is {kind}")
             write_atomically(path, b"".join(self._packed_records()))
         except OSError as error:
             raise SpecdecError(f"cannot write lookup cache {path}: {error.strerror}") from error

@@ -28,6 +28,7 @@ from typing import Any
 from specdec.errors import SpecdecError
 from specdec.prompts import encode_prompts
 from specdec.research.prompt_sources import HUB, Entry, Messages, Source, read
+from specdec.texts import expanded, is_file
 
 DATA = Path(__file__).parent / "data"
 DATASETS = {
@@ -119,7 +120,7 @@ def _find(name_or_path: str | Path) -> tuple[str, Iterator[Entry]]:
     if named in DATASETS:
         return named, read(Source(str(DATASETS[named]), {}))[1]
     source = Source.parse(named)
-    if not source.place.startswith(HUB) and not Path(source.place).expanduser().is_file():
+    if not source.place.startswith(HUB) and not is_file(expanded(source.place)):
         raise SpecdecError(f"{named}: neither a prompt set ({', '.join(DATASETS)}), nor a file, nor hf:owner/name")
     return read(source)
 

@@ -24,7 +24,7 @@ from typing import Any
 from specdec.config import unknown_name
 from specdec.errors import SpecdecError
 from specdec.prompts import join_parts
-from specdec.texts import first_line, parse_json
+from specdec.texts import expanded, first_line, is_file, parse_json, parse_json_lines, read_text
 
 HUB = "hf:"
 LINES, ARRAY = (".jsonl", ".ndjson"), ".json"
@@ -48,7 +48,7 @@ class Source:
     @staticmethod
     def parse(named: str) -> Source:
         """`place:key=value:key=value`. A file whose own name looks like that is taken as it stands."""
-        if Path(named).expanduser().is_file():
+        if is_file(expanded(named)):
             return Source(named, {})
         place, *options = re.split(r":(?=[a-z_]+=)", named)
         return Source(place, dict(option.split("=", 1) for option in options))
@@ -82,7 +82,7 @@ def read(source: Source) -> tuple[str, Iterator[Entry]]:
     if source.place.startswith(HUB):
         source.check(("config", "split", "field", "revision"))
         return source.place.removeprefix(HUB), _records(_hub(source), source.options.get("field"))
-    path = Path(source.place).expanduser()
+    path = expanded(source.place)
     if path.suffix.lower() in (*LINES, ARRAY):
         source.check(("field",))
         numbered = _array(path) if path.suffix.lower() == ARRAY else _lines(path)
@@ -95,17 +95,12 @@ def read(source: Source) -> tuple[str, Iterator[Entry]]:
 
 
 def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecdecError(f"{path}: cannot be read as UTF-8 text: {error}") from error
+    return read_text(path, "prompt set")
 
 
 def _lines(path: Path) -> Iterator[tuple[str, int, Any]]:
-    for number, line in enumerate(_text(path).split("\n")):
-        if line.strip():
-            where = f"{path}, line {number + 1}"
-            yield where, number, parse_json(line, where)
+    for number, record in parse_json_lines(_text(path), str(path)):
+        yield f"{path}, line {number}", number - 1, record
 
 
 def _array(path: Path) -> Iterator[tuple[str, int, Any]]:
@@ -206,7 +201,7 @@ def _arguments(value: Any) -> Any:
         return value
     made = {k: _arguments(v) if k == "function" else v for k, v in value.items()}
     try:
-        parsed = json.loads(value["arguments"]) if isinstance(value.get("arguments"), str) else None
-    except ValueError:
+        parsed = parse_json(value["arguments"], "arguments") if isinstance(value.get("arguments"), str) else None
+    except SpecdecError:
         parsed = None
     return {**made, "arguments": parsed} if isinstance(parsed, dict) else made

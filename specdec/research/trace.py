@@ -20,6 +20,7 @@ from typing import Any
 from specdec.config import UNSET, check_whole
 from specdec.errors import SpecdecError
 from specdec.result import Generation, Round
+from specdec.texts import write_file
 
 CONTEXT = 6  # prompt tokens that are decoded before the first piece, so that it gets its leading space
 
@@ -108,10 +109,7 @@ class Trace:
 
         html = page(self, title)
         if path is not None:
-            try:
-                Path(path).write_text(html, encoding="utf-8")
-            except OSError as error:
-                raise SpecdecError(f"{path} cannot be written: {error.strerror}") from None
+            write_file(path, html, "token page")
         return html
 
     def __repr__(self) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,9 @@ from safetensors.numpy import save as arrays_bytes
 from specdec.details import RoundDetails
 from specdec.errors import SpecdecError
 from specdec.research.trace import Trace, TraceRow
+from specdec.research.trace_checks import MOST_ID, check_array, check_document, check_range, check_rounds
 from specdec.result import Round
+from specdec.texts import as_path, first_line, parse_json, read_bytes, read_text, write_file
 
 FORMAT, VERSION = "specdec-trace", 1
 NOTHING = -1  # in place of an id or a name that a round has not
@@ -35,6 +38,7 @@ DETAILS = {
     "draft_top_ids": ("drafted", np.int32), "draft_top": ("drafted", np.float32),
     "emitted_p": ("taken", np.float32), "emitted_rank": ("taken", np.int32), "emitted_column": ("taken", np.int16),
 }  # fmt: skip
+SOMETIMES = (*OPTIONAL, "tv", "draft_top_ids", "draft_top")  # rounds may lack these
 WIDE = ("top_ids", "top", "draft_top_ids", "draft_top")
 
 
@@ -55,17 +59,16 @@ def save(trace: Trace, path: str | Path) -> Path:
         "stats": trace.stats,
         "provenance": trace.provenance,
     }
-    try:
+    with suppress(OSError):  # the files themselves say what is wrong
         text.parent.mkdir(parents=True, exist_ok=True)
-        arrays.write_bytes(data)
-        text.write_text(json.dumps(document, ensure_ascii=False), encoding="utf-8")
-    except OSError as error:
-        raise SpecdecError(f"{text} cannot be written: {error.strerror}") from None
-    return text
+    write_file(arrays, data, "trace file")
+    return write_file(text, json.dumps(document, ensure_ascii=False), "trace file")
 
 
 def _paths(path: str | Path) -> tuple[Path, Path]:
-    name = Path(path)
+    name = as_path(path, "trace file")
+    if not name.name:
+        raise SpecdecError(f"trace file: {str(path)!r} is the name of a folder")
     stem = name.with_suffix("") if name.suffix in (".json", ".safetensors") else name
     return stem.with_name(f"{stem.name}.safetensors"), stem.with_name(f"{stem.name}.json")
 
@@ -91,7 +94,7 @@ def _arrays(trace: Trace, names: dict[str, list[str]]) -> dict[str, np.ndarray]:
     for group, holders in ((LISTS | OPTIONAL, rounds), (DETAILS, details)):
         for name, (_, kind) in group.items():
             values = [None if holder is None else getattr(holder, name) for holder in holders]
-            if name in OPTIONAL or name in ("tv", "draft_top_ids", "draft_top"):
+            if name in SOMETIMES:
                 arrays[f"has/{name}"] = np.array([v is not None for v in values], np.uint8)
             flat: list[Any] = [np.nan if x is None else x for v in values if v is not None for x in v]
             best = len(flat[0]) if name in WIDE and flat else 1
@@ -104,43 +107,83 @@ def _index(names: Sequence[str], name: str | None) -> int:
 
 
 def load(path: str | Path) -> Trace:
-    """Read the two files. Raises SpecdecError where one is missing, is no part of a trace, or belongs to another."""
+    """Read the two files. Raises SpecdecError where one is missing, is no part of a trace, belongs to another, or holds
+    what no run can have recorded."""
     arrays_path, text_path = _paths(path)
-    for file in (text_path, arrays_path):
-        if not file.is_file():
-            raise SpecdecError(f"trace file not found: {file}")
+    text, data = read_text(text_path, "trace file"), read_bytes(arrays_path, "trace file")
     try:
-        document = json.loads(text_path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        document = parse_json(text, str(text_path))
+    except SpecdecError as error:
         raise SpecdecError(f"{text_path} is not a trace: {error}") from None
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise SpecdecError(f"{text_path} is not a trace: it does not say format = {FORMAT!r}")
     if document.get("version") != VERSION:
         raise SpecdecError(f"{text_path} is a trace of version {document.get('version')!r}; this is version {VERSION}")
-    data = arrays_path.read_bytes()
-    if hashlib.sha256(data).hexdigest() != document.get("arrays", {}).get("sha256"):
+    where = f"{text_path} is damaged"
+    check_document(document, where)
+    if hashlib.sha256(data).hexdigest() != document["arrays"]["sha256"]:
         raise SpecdecError(f"{arrays_path} is not the file that {text_path.name} was written with")
     try:
-        return _trace(document, read_arrays(data))
-    except (SafetensorError, KeyError, IndexError, TypeError, ValueError) as error:
-        raise SpecdecError(f"{text_path} is damaged: {type(error).__name__}: {error}") from None
-
-
-def _trace(document: dict[str, Any], arrays: dict[str, np.ndarray]) -> Trace:
+        arrays = read_arrays(data)
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise SpecdecError(f"{arrays_path} is damaged: {first_line(error)}") from None
+    _check_arrays(arrays, document, f"{arrays_path} is damaged")
     rounds = list(_rounds(document, arrays))
-    if len(rounds) != document["rounds"]:
-        raise ValueError(f"it lists {document['rounds']} rounds and holds {len(rounds)}")
     rows = [TraceRow(**row) for row in document["rows"]]
     tokens = {int(token): text for token, text in document["tokens"].items()}
-    return Trace(rows, rounds, tokens, document["provenance"], document["stats"])
+    trace = Trace(rows, rounds, tokens, document["provenance"], document["stats"])
+    check_rounds(trace, where)
+    return trace
+
+
+def _check_arrays(arrays: dict[str, np.ndarray], document: dict[str, Any], where: str) -> None:
+    """Names, types and lengths of the arrays, and the indices in them."""
+    check_array(arrays, "row", np.int32, (None,), where)
+    count = len(arrays["row"])
+    if count != document["rounds"]:
+        raise SpecdecError(f"{where}: it lists {document['rounds']} rounds and holds {count}")
+    flags = [f"has/{name}" for name in ("details", *SOMETIMES)]
+    sizes = [f"sizes/{name}" for name in ("drafted", "emitted", "columns", "taken")]
+    for name in ("position", "accepted", "bonus", *sizes):
+        check_array(arrays, name, np.int32, (count,), where)
+    for name in ("strategy", "finish_reason"):
+        check_array(arrays, name, np.int16, (count,), where)
+        check_range(arrays[name], name, NOTHING, len(document["names"][name]) - 1, where)
+    check_array(arrays, "seconds", np.float64, (count, 2), where)
+    for name in flags:
+        check_array(arrays, name, np.uint8, (count,), where)
+        check_range(arrays[name], name, 0, 1, where)
+    for name in ("accepted", *sizes):
+        check_range(arrays[name], name, 0, MOST_ID, where)
+    for name, (size, kind) in (LISTS | OPTIONAL | DETAILS).items():
+        has = _has(name, arrays)
+        entries = int(_sizes(size, arrays)[has > 0].sum(dtype=np.int64))
+        check_array(arrays, name, kind, (entries, None) if name in WIDE else (entries,), where)
+    for name in ("top", "draft_top"):
+        if arrays[name].shape != arrays[f"{name}_ids"].shape:
+            raise SpecdecError(f"{where}: {name} and {name}_ids have different shapes")
+    for name in set(SOMETIMES) & set(DETAILS):
+        wrong = np.flatnonzero(arrays[f"has/{name}"] > arrays["has/details"])
+        if len(wrong):
+            raise SpecdecError(f"{where}: has/{name}[{wrong[0]}]: the round has no details")
+
+
+def _sizes(size: str, arrays: dict[str, np.ndarray]) -> np.ndarray:
+    """How many entries each round has in arrays of this size."""
+    return arrays["accepted"] if size == "accepted" else arrays[f"sizes/{size}"]
+
+
+def _has(name: str, arrays: dict[str, np.ndarray]) -> np.ndarray:
+    """Which rounds have this list."""
+    if name in SOMETIMES:
+        return arrays[f"has/{name}"]
+    return arrays["has/details"] if name in DETAILS else np.ones(len(arrays["row"]), np.uint8)
 
 
 def _rounds(document: dict[str, Any], arrays: dict[str, np.ndarray]) -> Iterator[Round]:
     names = {kind: dict(enumerate(listed)) for kind, listed in document["names"].items()}
-    texts = document["texts"]
-    count = len(arrays["row"])
     lists = {name: _split(name, size, arrays) for name, (size, _) in (LISTS | OPTIONAL | DETAILS).items()}
-    for i in range(count):
+    for i, text in enumerate(document["texts"]):
         values = {name: split[i] for name, split in lists.items()}
         details = {name: values.pop(name) for name in DETAILS}
         draft, verify = arrays["seconds"][i].tolist()
@@ -153,7 +196,7 @@ def _rounds(document: dict[str, Any], arrays: dict[str, np.ndarray]) -> Iterator
             strategy=names["strategy"].get(int(arrays["strategy"][i])),
             accepted=int(arrays["accepted"][i]),
             bonus=None if bonus == NOTHING else bonus,
-            text=texts[i],
+            text=text,
             times={"draft": draft, "verify": verify},
             finish_reason=names["finish_reason"].get(int(arrays["finish_reason"][i])),
             details=RoundDetails(**details) if arrays["has/details"][i] else None,
@@ -163,13 +206,8 @@ def _rounds(document: dict[str, Any], arrays: dict[str, np.ndarray]) -> Iterator
 
 def _split(name: str, size: str, arrays: dict[str, np.ndarray]) -> list[Any]:
     """A flat array as one list a round; None where the round has none."""
-    sizes = arrays["accepted"] if size == "accepted" else arrays[f"sizes/{size}"]
-    has = arrays.get(f"has/{name}")
-    if has is None:
-        has = arrays["has/details"] if name in DETAILS else np.ones(len(sizes), np.uint8)
-    if int(sizes[has > 0].sum()) != len(arrays[name]):
-        raise ValueError(f"{name} holds {len(arrays[name])} entries for {int(sizes[has > 0].sum())}")
-    ends = np.cumsum(np.where(has > 0, sizes, 0))
+    has = _has(name, arrays)
+    lengths = np.where(has > 0, _sizes(size, arrays), 0)
+    ends = np.cumsum(lengths)
     flat = arrays[name].tolist()
-    spans = zip(ends - np.where(has > 0, sizes, 0), ends, has, strict=True)
-    return [flat[a:b] if there else None for a, b, there in spans]
+    return [flat[a:b] if there else None for a, b, there in zip(ends - lengths, ends, has, strict=True)]
