@@ -141,8 +141,8 @@ class Call:
 
     def interrupt(self) -> None:
         """Mark every unfinished row."""
+        self.engine.abandon()
         for row in self.rows:
-            row.abandon_round()
             if row.finish_reason is None:
                 row.fail("interrupted")
 

@@ -7,6 +7,7 @@ pays nothing. *Column* s is the law of the token after the s-th fed token; a dra
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -124,20 +125,24 @@ class Probe:
         return torch.where(mass > 0, without / mass, law)
 
 
-def details_of(values: list[Any], slot: int, drafted: int, columns: int, emitted: int, has_q: bool) -> RoundDetails:
-    """One row's details from what came back for `Probe.tensors`."""
+def details_of(
+    values: list[Any], slot: int, nodes: Sequence[int], columns: Sequence[int], emitted: int, has_q: bool
+) -> RoundDetails:
+    """One row's details from what came back for `Probe.tensors`: of these drafted tokens and columns of the pass, and
+    of so many emitted tokens."""
     rank, expected, entropy, top_ids, top, emitted_p, emitted_rank, emitted_column, *law = (v[slot] for v in values)
     known = has_q and bool(law)
+    place = {column: i for i, column in enumerate(columns)}
     return RoundDetails(
-        rank=rank[:drafted],
-        tv=law[0][:drafted] if known else None,
-        expected=[None if math.isnan(x) else x for x in expected[:drafted]],
-        entropy=entropy[:columns],
-        top_ids=top_ids[:columns],
-        top=top[:columns],
-        draft_top_ids=law[1][:drafted] if known else None,
-        draft_top=law[2][:drafted] if known else None,
+        rank=[rank[n] for n in nodes],
+        tv=[law[0][n] for n in nodes] if known else None,
+        expected=[None if math.isnan(expected[n]) else expected[n] for n in nodes],
+        entropy=[entropy[c] for c in columns],
+        top_ids=[top_ids[c] for c in columns],
+        top=[top[c] for c in columns],
+        draft_top_ids=[law[1][n] for n in nodes] if known else None,
+        draft_top=[law[2][n] for n in nodes] if known else None,
         emitted_p=emitted_p[:emitted],
         emitted_rank=emitted_rank[:emitted],
-        emitted_column=emitted_column[:emitted],
+        emitted_column=[place[c] for c in emitted_column[:emitted]],
     )

@@ -16,7 +16,7 @@ and the row goes on in the next pass, beside rows that start new rounds. A tree 
 beside rows with chains; nodes that do not fit into it are dropped before.
 
 Invariants: the K/V of a row's ids without the newest are in its slots before every pass; nothing is emitted that the
-acceptance rule has not passed; generated = accepted + rounds; a row never sees its neighbours.
+acceptance rule has not passed; figures end where the text ends (stats.py); a row never sees its neighbours.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from specdec.rows import Row
 from specdec.runner import to_device
 from specdec.sampling import fold_int
 from specdec.stats import Stats, Times
-from specdec.trees import moves
+from specdec.trees import moves, shape_of
 from specdec.verification import Facts, Verified, Verifier
 
 NOTHING = np.zeros(0, dtype=np.int64)  # the text of a slot that holds no row worth keeping
@@ -230,29 +230,39 @@ class Engine:
             path = list(range(accepted)) if facts.path is None else facts.path[b][:accepted]
             tokens = [facts.draft[b][n] for n in path] + ([] if goes_on or failed else [facts.token[b]])
             origins: list[str | None] = [row.strategy] * accepted + [None] * (len(tokens) - accepted)
-            self._count(b, row, facts.totals[b], accepted)
+            self._count(b, row, facts.totals[b], path)
             taken = row.take(tokens, facts.logprobs[b] if facts.logprobs else None, origins)
             self._advance(row, tokens[:taken])
+            bonus = tokens[-1] if taken > accepted else None
+            path = path[:taken]
             if failed and row.finish_reason is None:
                 row.fail("error", f"row {row.index}: logits of NaN, +inf or nothing but -inf at position {row.size}")
             if goes_on and row.finish_reason is None:
                 row.pending = draft.rest(accepted, facts.totals[b])
             else:
-                row.close_round(had_token=not goes_on and not failed, path=path)
+                row.close_round()
                 tree = draft.parents is not None
                 moved += moves(b, [n + 1 for n in path], position) if tree else []
-                self.chain.accept(b, row.accepted, path if tree else None)
+                self.chain.accept(b, row.accepted, path if tree else None, row.drafted)
+                row.drafted = row.accepted = 0
             if self.record:
-                bonus = tokens[accepted] if len(tokens) > accepted else None
                 rounds.append(self._round(row, b, facts, draft, position, path, bonus, tokens[:taken], spans))
         self.cache.compact(moved)
         return rounds
 
-    def _count(self, slot: int, row: Row, total: int, accepted: int) -> None:
+    def _count(self, slot: int, row: Row, total: int, path: Sequence[int]) -> None:
         if row.drafted == 0 and total > 0:
             row.drafted = total
             self.chain.settle(slot, total)
-        row.accepted += accepted
+        row.accepted += len(path)
+        row.path = path
+
+    def abandon(self) -> None:
+        """End every row's open round where the call was interrupted."""
+        for b, row in enumerate(self.slots):
+            if row is not None:
+                row.abandon_round()
+                self.chain.count(b, row.accepted, row.drafted)
 
     def _advance(self, row: Row, tokens: list[int]) -> None:
         if row.known is not None and tokens:
@@ -263,27 +273,35 @@ class Engine:
         self, row: Row, slot: int, facts: Facts, draft: Draft, position: int, path: list[int], bonus: int | None,
         tokens: list[int], spans: dict[str, float],
     ) -> Round:  # fmt: skip
-        n = min(facts.totals[slot], self.shapes.verify_width)
+        tested = min(facts.totals[slot], self.shapes.verify_width)
+        goes_on = bonus is None and row.finish_reason is None
+        nodes = list(range(tested if bonus is not None or goes_on else len(path)))
+        parents = None
+        if draft.parents is not None:
+            shape = shape_of(tuple(draft.parents))
+            nodes = nodes if bonus is not None else shape.nodes(len(path))
+            place = {-1: -1} | {node: i for i, node in enumerate(nodes)}
+            parents, path = [place[draft.parents[n]] for n in nodes], [place[n] for n in path]
         assert facts.p is not None and facts.q is not None
         tokenizer = row.stops.tokenizer
-        columns = min(n + 1, self.shapes.verify_width)
         details = None
         if self.verifier.top:
-            details = details_of(facts.details, slot, n, columns, len(tokens), draft.q is not None)
+            columns = [0, *(n + 1 for n in nodes)][: self.shapes.verify_width]
+            details = details_of(facts.details, slot, nodes, columns, len(tokens), draft.q is not None)
         return Round(
             row=row.index,
             position=position,
-            strategy=draft.drafter or None if n else None,
-            draft=facts.draft[slot][:n],
-            p=facts.p[slot][:n],
-            q=facts.q[slot][:n] if draft.q is not None else None,
+            strategy=draft.drafter or None if nodes else None,
+            draft=[facts.draft[slot][n] for n in nodes],
+            p=[facts.p[slot][n] for n in nodes],
+            q=[facts.q[slot][n] for n in nodes] if draft.q is not None else None,
             accepted=len(path),
             bonus=bonus,
             tokens=tokens,
             text=tokenizer.decode(tokens, clean_up_tokenization_spaces=False) if tokenizer is not None else None,
             times=spans,
             finish_reason=row.finish_reason,
-            parents=None if draft.parents is None else list(draft.parents),
+            parents=parents,
             path=None if draft.parents is None else path,
             details=details,
         )

@@ -1,7 +1,7 @@
 """One row of a call: its ids, and the stops that can end it inside an accepted block.
 
 A row takes tokens one by one, also when a block brings several, so that nothing follows an EOS, a stop string, the
-length limit or the context's end, wherever in the block they fall.
+length limit or the context's end, wherever in the block they fall, and nothing behind them is counted.
 """
 
 from __future__ import annotations
@@ -62,11 +62,14 @@ class Row:
     sampling: RowSampling | None = None  # how its tokens are drawn, as drafters are told
     known: Tensor | None = None  # the ids on the device, for text-reading processors
     alone: bool = True  # whether the prompt was computed in passes of its own
-    # The open round: what is left of its draft, and what it has drafted and accepted so far.
+    # The open round: what is left of its draft, the row's size when it began, and what it has drafted and accepted so
+    # far; of a tree, which nodes.
     pending: Draft | None = None
+    begun: int = 0
     strategy: str | None = None
     drafted: int = 0
     accepted: int = 0
+    path: Sequence[int] = ()
     rounds: int = 0  # rounds opened, the counter that makes draft noise fresh
 
     def __post_init__(self) -> None:
@@ -141,31 +144,36 @@ class Row:
     def open_round(self, draft: Draft) -> None:
         self.pending = draft
         self.strategy = draft.drafter or None
-        self.drafted = self.accepted = 0
+        self.begun, self.drafted, self.accepted, self.path = self.size, 0, 0, ()
         self.rounds += 1
 
-    def close_round(self, had_token: bool, path: Sequence[int] = ()) -> None:
-        """Record the round; `path`: the nodes of a tree that stood. Where a stop or a failure left no token of the
-        target's own, the last accepted one counts as that token, so that generated = accepted + rounds holds for every
-        row."""
-        accepted = self.accepted if had_token else self.accepted - 1
-        if accepted >= 0:
+    def close_round(self) -> None:
+        """Record what the open round has emitted, wherever in it a stop or a failure fell; a round that has emitted
+        nothing is none. What was drafted behind the end of the text does not count (stats.py)."""
+        emitted = self.size - self.begun
+        own = emitted > self.accepted
+        self.accepted = min(self.accepted, emitted)
+        levels, exhausted = None, False
+        if self.pending is not None and self.pending.parents is not None:
+            shape = shape_of(tuple(self.pending.parents))
+            levels = shape.levels if own else self.accepted
+            exhausted = own and shape.is_leaf(self.path[-1] + 1 if self.path else 0)
+            self.drafted = self.drafted if own else len(shape.nodes(levels))
+        elif not own:
+            self.drafted = self.accepted
+        if emitted > 0:
             strategy = self.strategy if self.drafted else None
-            self.records.append(RoundRecord(strategy, self.drafted, accepted, *self._levels(path)))
+            self.records.append(RoundRecord(strategy, self.drafted, self.accepted, levels, exhausted, own))
         self.pending = None
-
-    def _levels(self, path: Sequence[int]) -> tuple[int | None, bool]:
-        """How deep the open round's tree is, and whether the accepted path used it up; nothing of a chain."""
-        if self.pending is None or self.pending.parents is None:
-            return None, False
-        shape = shape_of(tuple(self.pending.parents))
-        return shape.levels, shape.is_leaf(path[-1] + 1 if path else 0)
 
     def abandon_round(self) -> None:
         """Record what an interrupted round has emitted, wherever in it the interrupt fell."""
-        unrecorded = self.size - len(self.prompt) - sum(r.accepted + 1 for r in self.records)
-        if self.pending is not None and unrecorded > 0:
-            self.close_round(had_token=unrecorded > self.accepted)
+        recorded = len(self.prompt) + sum(r.tokens for r in self.records)
+        if self.pending is not None and self.size > recorded:
+            self.begun = recorded
+            self.close_round()
+        elif self.pending is not None:
+            self.drafted = self.accepted = 0
 
     def text(self) -> str:
         """Special tokens skipped, cut before the earliest stop string."""

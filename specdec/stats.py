@@ -2,7 +2,15 @@
 
 Everything is derived from one list of `RoundRecord`s, so that pooled totals, rows and strategies cannot disagree.
 Names are those that serving engines and benchmark clients use. A *round* is one draft / verify / accept cycle of one
-row; every generated token comes out of one, so generated = accepted + rounds.
+row: it gives the drafted tokens that were accepted and one token of the target's own.
+
+Figures end where the text ends. A stop (EOS, a stop string, a criterion, an error, an interrupt) may fall on an
+accepted drafted token: that round has no token of its own, and what was drafted behind the stop counts neither as
+drafted nor as tested nor as accepted. So every generated token is emitted, and
+
+    generated = emitted = accepted + rounds that gave a token of their own
+
+where all rounds did but perhaps the last one of each row.
 """
 
 from __future__ import annotations
@@ -18,7 +26,8 @@ class RoundRecord(NamedTuple):
     """One closed round of a row: the strategy that drafted (None: no draft), tokens drafted and accepted.
 
     Of a tree: nodes drafted, nodes of the accepted path; `levels`: its depth (None: a chain, one level a token);
-    `exhausted`: the path ended at a node without children, so that nothing was tested below it.
+    `exhausted`: the path ended at a node without children, so that nothing was tested below it. `own`: whether the
+    target's own token followed, and the text did not end before it.
     """
 
     strategy: str | None
@@ -26,6 +35,12 @@ class RoundRecord(NamedTuple):
     accepted: int
     levels: int | None = None
     exhausted: bool = False
+    own: bool = True
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the round emitted."""
+        return self.accepted + self.own
 
     @property
     def depth(self) -> int:
@@ -63,7 +78,7 @@ class Tally:
         records = list(records)
         drafted = [r for r in records if r.drafted > 0]
         longest = max((r.depth for r in drafted), default=0)
-        accepted = sum(r.accepted for r in records)
+        accepted, generated = sum(r.accepted for r in records), sum(r.tokens for r in records)
         proposed = sum(r.drafted for r in records)
         reached = [sum(r.accepted > i for r in drafted) for i in range(longest)]
         tested = [sum(r.tested(i) for r in drafted) for i in range(longest)]
@@ -72,9 +87,9 @@ class Tally:
             drafted_rounds=len(drafted),
             draft_tokens=proposed,
             accepted_tokens=accepted,
-            generated_tokens=accepted + len(records),
+            generated_tokens=generated,
             acceptance_length=1 + accepted / len(drafted) if drafted else 1.0,
-            tokens_per_round=1 + accepted / len(records) if records else None,
+            tokens_per_round=generated / len(records) if records else None,
             draft_acceptance_rate=accepted / proposed if proposed else None,
             acceptance_rate_per_position=[n / len(drafted) for n in reached],
             conditional_acceptance_rate_per_position=[n / t for n, t in zip(reached, tested, strict=True) if t],
@@ -130,7 +145,7 @@ class Stats:
 
     @property
     def emitted_tokens(self) -> int:
-        """Tokens in the result, after truncation by a stop."""
+        """Tokens in the result: `generated_tokens` by another name, counted from the texts."""
         return sum(self.emitted)
 
     def to_dict(self) -> dict[str, Any]:

@@ -71,6 +71,10 @@ class Shape:
     def is_leaf(self, column: int) -> bool:
         return not self.children[column].any()
 
+    def nodes(self, levels: int) -> list[int]:
+        """The nodes of the first `levels` levels, in order."""
+        return np.flatnonzero(self.depths[1:] <= levels).tolist()
+
 
 @lru_cache(maxsize=1024)
 def shape_of(parents: Parents) -> Shape:

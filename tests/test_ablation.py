@@ -65,8 +65,8 @@ def test_every_prompt_and_setting_has_one_row(finished: Path) -> None:
     }
     for row in rows:
         assert row["status"] == "ok"
-        assert row["generated_tokens"] == row["accepted_tokens"] + row["rounds"]
-        assert len(row["tokens"]) == row["emitted_tokens"] == 8
+        assert row["generated_tokens"] == len(row["tokens"]) == row["emitted_tokens"] == 8
+        assert row["generated_tokens"] <= row["accepted_tokens"] + row["rounds"]
         parts = ("prefill_seconds", "draft_seconds", "verify_seconds", "other_seconds")
         assert sum(row[p] for p in parts) == pytest.approx(row["seconds"], rel=1e-6)
     assert any(r["accepted_tokens"] for r in rows)

@@ -66,7 +66,7 @@ def test_results_are_json_without_paths_of_this_machine(quick: dict[str, Any]) -
 def test_generated_equals_accepted_plus_rounds(quick: dict[str, Any]) -> None:
     for run in quick["suites"]["embedded-pair"]["runs"]:
         if run["method"] != "transformers":
-            assert run["generated_tokens"] == run["accepted_tokens"] + run["rounds"]
+            assert run["generated_tokens"] == run["tokens"] <= run["accepted_tokens"] + run["rounds"]
 
 
 def _run(method: str, repeat: int, seconds: float, prompt: str = "p") -> dict[str, Any]:

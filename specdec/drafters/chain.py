@@ -189,16 +189,20 @@ class Chain:
             self.drafted[row] = drafted
             self.counters[self.labels[self.winner[row]]].count_drafted(drafted)
 
-    def accept(self, row: int, n_accepted: int, path: Sequence[int] | None = None) -> None:
-        """A round of `row` ended with `n_accepted` drafted tokens standing; `path`: of a tree, which nodes."""
+    def accept(
+        self, row: int, n_accepted: int, path: Sequence[int] | None = None, drafted: int | None = None
+    ) -> None:  # fmt: skip
+        """A round of `row` ended with `n_accepted` drafted tokens standing; `path`: of a tree, which nodes; drafted:
+        how much of the draft lies before the end of the text (None: all)."""
+        drafted = self.drafted.get(row, 0) if drafted is None else drafted
         if self.lengths is not None:
-            self.lengths.accept(row, self.winner.get(row), n_accepted, self.drafted.get(row, 0))
+            self.lengths.accept(row, self.winner.get(row), n_accepted, drafted)
+        self.count(row, n_accepted, drafted)
         if row not in self.winner:
             return
         mine = self.winner[row]
         started = time.perf_counter()
         counters = self.counters[self.labels[mine]]
-        counters.count_accepted(n_accepted)
         winner: Any = self.drafters[mine]
         if path is not None and hasattr(winner, "accept_path"):
             winner.accept_path(row, path)
@@ -208,6 +212,18 @@ class Chain:
         for index, drafter in enumerate(self.drafters):
             if index != mine:
                 drafter.accept(row, n_accepted, True)
+
+    def count(self, row: int, n_accepted: int, drafted: int) -> None:
+        """Book what became of the row's open draft, if it has one. What was drafted behind the end of the text was
+        counted when it was made, and is taken back."""
+        known = self.drafted.pop(row, None)
+        if known is None or row in self.unsettled:
+            self.unsettled.discard(row)
+            return
+        counters = self.counters[self.labels[self.winner[row]]]
+        counters.count_accepted(n_accepted)
+        counters.n_gen_tokens -= known - drafted
+        counters.n_gen_drafts -= drafted == 0
 
     def close(self) -> None:
         for drafter in self.drafters:

@@ -154,11 +154,11 @@ def strategy_share_over_time(rows: list[Row], setting: str | None = None) -> Fig
     counts: dict[str, np.ndarray] = {}
     for row in groups[chosen]:
         at = 0
-        for strategy, _, accepted, *_ in row["records"]:
-            for offset in range(accepted + 1):
-                name = (strategy or "target") if offset < accepted else "target"
+        for record in (RoundRecord(*r) for r in row["records"]):
+            for offset in range(record.tokens):
+                name = (record.strategy or "target") if offset < record.accepted else "target"
                 counts.setdefault(name, np.zeros(bins))[min(bins - 1, (at + offset) * bins // longest)] += 1
-            at += accepted + 1
+            at += record.tokens
     total = np.sum(list(counts.values()), axis=0)
     figure, axes = _figure("generated token", f"share of the tokens: {chosen}")
     middles = (np.arange(bins) + 0.5) * longest / bins
@@ -184,7 +184,7 @@ def round_contexts(row: Mapping[str, Any]) -> list[tuple[int, int, int]]:
     for record in (RoundRecord(*r) for r in row["records"]):
         if record.drafted:
             found.append((at, record.accepted, sum(record.tested(i) for i in range(record.depth))))
-        at += record.accepted + 1
+        at += record.tokens
     return found
 
 

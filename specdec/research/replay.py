@@ -83,7 +83,7 @@ def replayed_seconds(chain: Chain, prompt: np.ndarray, records: Sequence[RoundRe
     seconds, size = 0.0, len(prompt)
     for record in records:
         seconds += costs.seconds("target", 1, size - 1, 1 + record.drafted) + costs.round
-        size += record.accepted + 1
+        size += record.tokens
     calls = zip(chain.labels, chain.drafters, strict=True)
     return seconds + sum(chain.counters[label].n_call_draft * costs.call(d.name) for label, d in calls)
 

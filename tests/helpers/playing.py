@@ -118,16 +118,25 @@ def check_counts(out: Any) -> None:
     stats = out.stats.to_dict()
     parts = [stats, *stats["rows"]]
     for part in parts:
-        assert part["generated_tokens"] == part["accepted_tokens"] + part["rounds"]
-        assert part["emitted_tokens"] <= part["generated_tokens"]
+        assert part["generated_tokens"] == part["emitted_tokens"]
+        assert part["rounds"] == 0 or part["tokens_per_round"] == part["emitted_tokens"] / part["rounds"]
+    for row, origins in zip(out.stats.rows, out.origins, strict=True):
+        assert all(r.own and r.tokens == r.accepted + 1 for r in row[:-1])  # only the last round can end in its draft
+        assert sum(r.tokens for r in row) == sum(r.accepted for r in row) + sum(r.own for r in row) == len(origins)
+        assert sum(r.accepted for r in row) == sum(origin is not None for origin in origins)
     for part in [*parts, *stats["strategies"].values()]:
         assert 0 <= part["accepted_tokens"] <= part["draft_tokens"]
         assert sum(part["acceptance_histogram"]) == part["drafted_rounds"] <= part["rounds"]
         assert sum(n * i for i, n in enumerate(part["acceptance_histogram"])) == part["accepted_tokens"]
     for name in ("rounds", "drafted_rounds", "draft_tokens", "accepted_tokens", "generated_tokens", "emitted_tokens"):
         assert stats[name] == sum(row[name] for row in stats["rows"])
-    for name in ("drafted_rounds", "draft_tokens", "accepted_tokens"):
+    for name, upstreams in (
+        ("drafted_rounds", "n_gen_drafts"), ("draft_tokens", "n_gen_tokens"), ("accepted_tokens", "n_acc_tokens")
+    ):  # fmt: skip
         assert stats[name] == sum(s[name] for s in stats["strategies"].values())
+        assert stats[name] == sum(s[upstreams] for s in stats["strategies"].values())
+    for name, part in stats["strategies"].items():
+        assert part["accepted_tokens"] == sum(row.count(name) for row in out.origins)
     assert [row["emitted_tokens"] for row in stats["rows"]] == [len(ids) for ids in out.token_ids]
     assert [len(o) for o in out.origins] == [len(ids) for ids in out.token_ids]
     if out.logprobs is not None:

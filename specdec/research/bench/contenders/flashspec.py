@@ -52,7 +52,7 @@ class Flashspec(Contender):
             "drafted_rounds": sum(s.proposed > 0 for s in steps),
             "draft_tokens": sum(s.proposed for s in steps),
             "accepted_tokens": sum(s.accepted for s in steps),
-            "generated_tokens": sum(s.emitted for s in steps),
+            "generated_tokens": sum(map(len, rows)),
         }
         return Output(rows, figures if steps else {})
 
