@@ -95,7 +95,7 @@ class Call:
         context = DraftContext(
             self.batch, self.capacity, target.vocab_size, decoder.draft, decoder.tokenizer, decoder.draft_tokenizer,
             decoder.reader, dict(zip(previous.labels, previous.drafters, strict=True)) if previous else {},
-            shapes.verify_width - 1,
+            shapes.verify_width - 1, separate=True,
         )  # fmt: skip
         longest = shapes.verify_width - 1
         drafters = [unlimited(d, longest) if a else d for d, a in zip(self.drafters, self.automatic, strict=True)]
@@ -178,6 +178,7 @@ class Call:
             "seed": self.settings.seed,
             "settings": {**self.settings.to_dict(), "acceptance": self.rule.name},
             "strategies": [{"name": d.name, **getattr(d, "parameters", dict)()} for d in self.drafters],
+            "shared_state": [d.name for d in self.drafters if getattr(d, "shares_state", False)],
             "draft_length": ["auto" if a else "given" for a in self.automatic],
             "costs": None if self.costs is None else self.costs.to_dict(),
             "exact": self.exact,

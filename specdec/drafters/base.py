@@ -141,7 +141,8 @@ class Draft:
 class DraftContext:
     """What a call offers its drafters: batch = number of slots, capacity = most tokens a row can reach, previous =
     the drafters of the call before by their labels, under `keep_state` (else empty), nodes = most nodes of a tree that
-    are verified."""
+    are verified, separate = what a drafter knows of a row ends with it, so that a row's drafts (and under leviathan its
+    text) do not depend on who had its slot before; off, a slot's rows follow one another as in llama.cpp."""
 
     batch: int
     capacity: int
@@ -152,6 +153,7 @@ class DraftContext:
     reader: HostReader | None = None
     previous: Mapping[str, Any] = field(default_factory=dict)
     nodes: int = 15
+    separate: bool = False
 
 
 @runtime_checkable
@@ -164,7 +166,8 @@ class Drafter(Protocol):
     name: str
 
     def begin(self, row: int, prompt: Tokens) -> None:
-        """A row starts or continues from `prompt` (without its newest token)."""
+        """A row starts or continues from `prompt` (without its newest token). What a drafter keeps beyond this makes
+        rows depend on each other."""
 
     def draft(self, requests: Sequence[DraftRequest]) -> Sequence[Draft]:
         """One draft per request, in order; an empty one where there is nothing to propose."""
@@ -187,6 +190,11 @@ class BaseDrafter:
         """The drafter of the call before whose state this one may go on with: same strategy, same parameters."""
         alike = (d for d in context.previous.values() if type(d) is type(self))
         return next((d for d in alike if d.parameters() == self.parameters()), None)
+
+    @property
+    def shares_state(self) -> bool:
+        """Whether rows draft from what other rows left, so that under leviathan a row's text depends on them."""
+        return bool(getattr(self, "shared", False))
 
     def begin(self, row: int, prompt: Tokens) -> None:
         return None

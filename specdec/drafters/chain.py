@@ -78,8 +78,9 @@ class Counters:
 class Chain:
     """The drafters of one call, in priority order."""
 
-    def __init__(self, drafters: Sequence[Any], reader: HostReader | None = None):
+    def __init__(self, drafters: Sequence[Any], reader: HostReader | None = None, separate: bool = False):
         self.drafters: list[Drafter] = list(drafters)
+        self.separate = separate  # see DraftContext
         self.labels = _labels(self.drafters)
         self.counters = {label: Counters() for label in self.labels}
         self.observers: list[Any] = [d for d in self.drafters if hasattr(d, "observe")]
@@ -93,6 +94,8 @@ class Chain:
         """Tell every strategy that `row` starts from `prompt` (without its newest token)."""
         if self.lengths is not None:
             self.lengths.begin(row)
+        if self.separate:
+            self.winner.pop(row, None)
         for drafter, label in zip(self.drafters, self.labels, strict=True):
             started = time.perf_counter()
             drafter.begin(row, prompt)
@@ -287,4 +290,4 @@ def upstream_order(drafters: Sequence[Any]) -> list[Any]:
 def build_chain(drafters: Sequence[Any], context: DraftContext) -> Chain:
     """Fresh drafters for one call."""
     fresh = [d.fresh(context) if hasattr(d, "fresh") else d for d in drafters]
-    return Chain(fresh, context.reader)
+    return Chain(fresh, context.reader, context.separate)

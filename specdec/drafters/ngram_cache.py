@@ -12,7 +12,8 @@ that are not set):
 
 - `fix_boundaries`: text is counted in the pieces that each round brings, and n-grams that straddle two pieces are lost.
 - `fix_begin`: counts outlive the text; a new text in the same slot is drafted from the old one's counts, and is
-  itself not counted until it is longer than the old one.
+  itself not counted until it is longer than the old one. In a decoder's call only with `shared` (see ngram_core.py):
+  there a row starts afresh.
 
 Cost of a round: at most 12 dict look-ups a drafted token, whatever the length of the text. A tie that static counts
 leave between ids that are clear enough takes a walk over that part, as every step does upstream.
@@ -29,7 +30,7 @@ import numpy as np
 
 from specdec.drafters.base import DraftContext, DraftRequest, RowDrafter, Tokens, as_array
 from specdec.drafters.lookup_cache import ID_BITS, LONGEST, LookupCache, Part
-from specdec.drafters.ngram_core import check_sizes, resolve_switches
+from specdec.drafters.ngram_core import check_sizes, own_state, resolve_switches
 from specdec.errors import SpecdecError
 
 
@@ -139,6 +140,7 @@ class NgramCache(RowDrafter):
     parity: bool = True
     fix_boundaries: bool | None = None
     fix_begin: bool | None = None
+    shared: bool = False
     name: str = field(init=False, default="ngram-cache")
 
     def __post_init__(self) -> None:
@@ -147,6 +149,7 @@ class NgramCache(RowDrafter):
         self._static = _loaded("static", self.static)
         self._dynamic = _loaded("dynamic", self.dynamic)
         self._rows: dict[int, _RowState] = {}
+        self._separate = False
 
     def fresh(self, context: DraftContext) -> NgramCache:
         for name, cache in (("static", self._static), ("dynamic", self._dynamic)):
@@ -156,8 +159,7 @@ class NgramCache(RowDrafter):
                     f"{context.vocab_size} ids: it was made with another tokenizer"
                 )
         made: NgramCache = super().fresh(context)
-        before = self.inherited(context)
-        made._rows = before._rows if before is not None else {}
+        own_state(self, made, context)
         return made
 
     def parameters(self) -> dict[str, Any]:
@@ -168,7 +170,9 @@ class NgramCache(RowDrafter):
         return shown
 
     def begin(self, row: int, prompt: Tokens) -> None:
-        if self.fix_begin and row in self._rows:
+        if self._separate:
+            self._rows.pop(row, None)
+        elif self.fix_begin and row in self._rows:
             state = self._rows[row]
             if not np.array_equal(as_array(prompt[: state.size]), as_array(state.text)):
                 del self._rows[row]

@@ -5,6 +5,11 @@ the lower 32 bits. A text's windows are hashed in one matrix product, one window
 
 *Parity switches*: a strategy does what llama.cpp does, oddities included, unless a field `fix_...` is true. A field
 left None follows `parity`: `parity=False` turns on all fixes that are not named.
+
+*State between rows*: llama.cpp's strategies go on with what an earlier text left in their slot. In a decoder's call
+what they know ends with each row, because a row's drafts, and under `leviathan` its text, must not depend on its
+neighbours. `shared` asks for upstream's behaviour; a chain that is driven without a decoder (`DraftContext.separate`
+off) has it anyway.
 """
 
 from __future__ import annotations
@@ -13,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from specdec.config import check_whole
-from specdec.drafters.base import DraftRequest
+from specdec.config import check_switch, check_whole
+from specdec.drafters.base import DraftContext, DraftRequest
 from specdec.errors import SpecdecError
 
 MAP_MULTIPLIER = 2654435761
@@ -73,7 +78,9 @@ class Occurrences:
 
 
 def resolve_switches(drafter: Any) -> None:
-    """Give every `fix_...` field that was left None its value: on iff `parity` is off. Raises SpecdecError."""
+    """Check the switches and give every `fix_...` field that was left None its value: on iff `parity` is off. Raises
+    SpecdecError."""
+    check_switch(f"{drafter.name}: shared", drafter.shared)
     switches = [name for name in drafter.__dataclass_fields__ if name.startswith("fix_")]
     for name in ("parity", *switches):
         if getattr(drafter, name) not in (True, False, None) or drafter.parity is None:
@@ -81,6 +88,13 @@ def resolve_switches(drafter: Any) -> None:
     for name in switches:
         if getattr(drafter, name) is None:
             setattr(drafter, name, not drafter.parity)
+
+
+def own_state(drafter: Any, made: Any, context: DraftContext) -> None:
+    """Give `made`, this drafter for one call, its state by slot: none, or with shared state that of the call before."""
+    made._separate = context.separate and not drafter.shared
+    before = None if made._separate else drafter.inherited(context)
+    made._rows = before._rows if before is not None else {}
 
 
 def check_sizes(drafter: Any, **least: int) -> None:

@@ -15,7 +15,7 @@ Upstream's oddities are kept, and each has a switch (see ngram_core.py):
   are indexed as soon as m tokens follow.
 - `fix_begin`: upstream forgets a row only where its next text is shorter, and only behind that text's end; of another
   text in the same slot nothing is indexed until it is longer than the old one was. Fixed: a text that does not go on
-  from the old one starts afresh.
+  from the old one starts afresh. In a decoder's call only with `shared` (see ngram_core.py): there a row starts afresh.
 - `fix_min_hits` (map-k): upstream ignores `min_hits`. Fixed: a key drafts from its min_hits-th match on.
 
 Cost: an index of one int32 slot a position (1 MiB a row), grown by what the row has grown; per round one dot product
@@ -36,6 +36,7 @@ from specdec.drafters.ngram_core import (
     check_sizes,
     hash_windows,
     newest_ngram,
+    own_state,
     powers,
     resolve_switches,
 )
@@ -189,6 +190,7 @@ class NgramMapK(RowDrafter):
     fix_blind_spot: bool | None = None
     fix_begin: bool | None = None
     fix_min_hits: bool | None = None
+    shared: bool = False
     name: str = field(init=False, default="ngram-map-k")
     _rows: dict[int, RowMap] = field(init=False, repr=False, compare=False, default_factory=dict)
 
@@ -196,11 +198,11 @@ class NgramMapK(RowDrafter):
         check_sizes(self, size_n=1, size_m=1, min_hits=1, hash_size=0)
         resolve_switches(self)
         self._weights = powers(MAP_MULTIPLIER, self.size_n)
+        self._separate = False
 
     def fresh(self, context: DraftContext) -> NgramMapK:
         made: NgramMapK = super().fresh(context)
-        before = self.inherited(context)
-        made._rows = before._rows if before is not None else {}
+        own_state(self, made, context)
         return made
 
     def n_keys(self, row: int) -> int:
@@ -209,7 +211,7 @@ class NgramMapK(RowDrafter):
 
     def begin(self, row: int, prompt: Tokens) -> None:
         state = self._rows.get(row)
-        if self.fix_begin and state is not None and not _goes_on(prompt, state.text):
+        if state is not None and (self._separate or (self.fix_begin and not _goes_on(prompt, state.text))):
             del self._rows[row]
         if row not in self._rows:
             self._rows[row] = RowMap(self.size_n, self.size_m, self.hash_size, self._weights, bool(self.fix_blind_spot))

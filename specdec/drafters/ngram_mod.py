@@ -1,9 +1,12 @@
-"""ngram-mod: one big hash table from n-grams to the token that followed, shared by all rows of a decoder.
+"""ngram-mod: one big hash table from n-grams to the token that followed.
 
 Source: llama.cpp `ngram-mod`, draft for draft. Parameters: `n_match` tokens to match (24), `n_min` fewest (48) and
 `n_max` most (64) tokens to propose, `table_size` slots (4,194,304). A draft is made token by token: look up the last n
 tokens, append what the table says, look up again. Slots hold no key, so two n-grams that fall on one slot overwrite
 each other and a wrong token is proposed: rejected by the target, never emitted.
+
+Upstream has one table for all rows. Here each row of a call has its own, unless `shared` is on: then rows draft from
+what the others wrote, and under `leviathan` a row's text depends on them (see ngram_core.py).
 
 Upstream's oddities are kept, and each has a switch (see ngram_core.py):
 - `fix_wipe`: after five rounds in a row with less than a quarter of a draft accepted, upstream empties the table, for
@@ -11,8 +14,8 @@ Upstream's oddities are kept, and each has a switch (see ngram_core.py):
 - `fix_occupancy`: when a new prompt fills the table beyond a quarter, upstream empties it, the new prompt included.
   Fixed: the prompt is entered again.
 
-Cost: the table is 16 MiB once a decoder (int32, allocated lazily); a row is entered 32 - n tokens behind, and a draft
-is one table look-up a token.
+Cost: a table is 16 MiB at most (int32; only what is written takes memory); a row is entered 32 - n tokens behind, and a
+draft is one table look-up a token.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from specdec.drafters.ngram_core import (
     check_sizes,
     hash_windows,
     newest_ngram,
+    own_state,
     powers,
     resolve_switches,
 )
@@ -65,9 +69,11 @@ class Pool:
 
 @dataclass
 class RowState:
-    """entered: the first position whose n-gram is not in the pool; drafted: length of the last draft; low: rounds in
-    a row with little accepted; written: (slots, tokens) entered by this row, kept only for `fix_wipe`."""
+    """pool: the row's own or the one of all rows; entered: the first position whose n-gram is not in the pool; drafted:
+    length of the last draft; low: rounds in a row with little accepted; written: (slots, tokens) entered by this row,
+    kept only for `fix_wipe`."""
 
+    pool: Pool
     entered: int = 0
     drafted: int = 0
     low: int = 0
@@ -85,6 +91,7 @@ class NgramMod(RowDrafter):
     parity: bool = True
     fix_wipe: bool | None = None
     fix_occupancy: bool | None = None
+    shared: bool = False
     name: str = field(init=False, default="ngram-mod")
     _rows: dict[int, RowState] = field(init=False, repr=False, compare=False, default_factory=dict)
 
@@ -94,36 +101,43 @@ class NgramMod(RowDrafter):
         if self.n_match < 16:
             warnings.warn(f"ngram-mod: n_match={self.n_match} is below 16: many false hits", stacklevel=3)
         self._weights = powers(MOD_MULTIPLIER, self.n_match)
-        self._pool = Pool(self.table_size)
+        self._pool, self._separate = Pool(self.table_size), False
 
     def fresh(self, context: DraftContext) -> NgramMod:
         made: NgramMod = super().fresh(context)
+        own_state(self, made, context)
         before = self.inherited(context)
-        made._rows, made._pool = (before._rows, before._pool) if before else ({}, Pool(self.table_size))
+        made._pool = before._pool if before is not None and not made._separate else Pool(self.table_size)
         return made
 
     @property
+    def _pools(self) -> list[Pool]:
+        return [state.pool for state in self._rows.values()] if self._separate else [self._pool]
+
+    @property
     def used(self) -> int:
-        """Slots of the pool that hold something."""
-        return self._pool.used
+        """Slots of all pools that hold something."""
+        return sum(pool.used for pool in self._pools)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the pool when all of it has been touched."""
-        return self._pool.table.nbytes
+        """Bytes of all pools when all of them has been touched."""
+        return sum(pool.table.nbytes for pool in self._pools)
 
     def begin(self, row: int, prompt: Tokens) -> None:
-        state = self._rows.setdefault(row, RowState())
-        tokens = as_array(prompt)
+        if self._separate:
+            self._rows.pop(row, None)
+        state, tokens = self._row(row), as_array(prompt)
         state.entered = state.drafted = 0
         if len(tokens) < self.n_match:
             return
         self._enter(state, tokens)
-        if self._pool.used / self.table_size > FULLEST:
-            self._pool.clear()
+        if state.pool.used / self.table_size > FULLEST:
+            state.pool.clear()
             if self.fix_occupancy:
                 for other in self._rows.values():
-                    other.written.clear()
+                    if other.pool is state.pool:
+                        other.written.clear()
                 state.entered = 0
                 self._enter(state, tokens)
 
@@ -139,36 +153,41 @@ class NgramMod(RowDrafter):
             return
         state.low = state.entered = 0
         if not self.fix_wipe:
-            self._pool.clear()
+            state.pool.clear()
             return
         for slots, following in state.written:
-            self._pool.forget(slots, following)
+            state.pool.forget(slots, following)
         state.written.clear()
+
+    def _row(self, row: int) -> RowState:
+        if row not in self._rows:
+            self._rows[row] = RowState(Pool(self.table_size) if self._separate else self._pool)
+        return self._rows[row]
 
     def _enter(self, state: RowState, tokens: np.ndarray) -> None:
         """Enter every n-gram of the row that is followed by a token and not entered yet."""
         n = self.n_match
         following = tokens[state.entered + n :]
-        slots = self._pool.enter(hash_windows(tokens[state.entered : -1], self._weights), following)
+        slots = state.pool.enter(hash_windows(tokens[state.entered : -1], self._weights), following)
         if self.fix_wipe:
             state.written.append((slots.astype(np.int32), following.astype(np.int32)))
         state.entered = len(tokens) - n
 
     def _propose(self, request: DraftRequest) -> list[int]:
         tokens, n = as_array(request.tokens), self.n_match
-        state = self._rows.setdefault(request.row, RowState())
+        state = self._row(request.row)
         state.drafted = 0
         if len(tokens) < n:
             return []
         if state.entered + LAG < len(tokens):
             self._enter(state, tokens)
-        drafted = self._follow(newest_ngram(request, tokens, n))
+        drafted = self._follow(state.pool, newest_ngram(request, tokens, n))
         state.drafted = len(drafted)
         return drafted
 
-    def _follow(self, ngram: np.ndarray) -> list[int]:
+    def _follow(self, pool: Pool, ngram: np.ndarray) -> list[int]:
         """What the pool says comes after the n-gram, token by token."""
-        table, size, oldest = self._pool.table, self.table_size, int(self._weights[0])
+        table, size, oldest = pool.table, self.table_size, int(self._weights[0])
         window = ngram.tolist()
         h = int(ngram.astype(np.uint64) @ self._weights)
         for k in range(self.n_max):

@@ -82,6 +82,10 @@ class Suffix(RowDrafter):
             made._rows, before._rows = before._rows, {}
         return made
 
+    @property
+    def shares_state(self) -> bool:
+        return self.remember
+
     def parameters(self) -> dict[str, Any]:
         shown = super().parameters()
         return {**shown, "store": None if self.store is None else f"{self.store.size} tokens"}

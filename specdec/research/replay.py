@@ -69,7 +69,7 @@ def model_free_chain(strategies: Any, longest: int, costs: CostTable | None = No
     for drafter in drafters:
         if drafter.name in ("draft-model", "eagle3", "early-exit"):
             raise SpecdecError(f"strategy {drafter.name!r} needs a model: it cannot be replayed on ids")
-    context = DraftContext(batch=1, capacity=longest, vocab_size=1 << 31)
+    context = DraftContext(batch=1, capacity=longest, vocab_size=1 << 31, separate=True)
     if costs is None:
         return build_chain(drafters, context)
     shapes = Shapes.choose(torch.device("cpu"), False, longest)

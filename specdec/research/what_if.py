@@ -18,7 +18,7 @@ Averaged over texts both are unbiased; for greedy, `match` and `coupled` runs, w
 drafter, they are about the very texts that a speculative run would write. Not covered, and refused: trees, `top_n`, and
 `n_min` where it would throw drafts away. One estimate is approximate: how many tokens are drafted behind the first that
 falls, where p_min decides; the text's own confidences stand in for those of the draft's continuation. Strategies that
-share state between rows are replayed row after row, as with batch_size=1.
+are told to share state between rows are replayed row after row, as with batch_size=1.
 """
 
 from __future__ import annotations
@@ -150,7 +150,8 @@ def estimate(
 def ngrams(texts: Sequence[Text], strategies: Any, n_max: int = 0, seed: int = 0) -> Plan:
     """A chain of strategies that read ids only, replayed on kept greedy (or seeded match / coupled) texts: no model.
 
-    n_max: most tokens a round drafts (<= 0: no limit but the text's end). Exact for runs with batch_size=1.
+    n_max: most tokens a round drafts (<= 0: no limit but the text's end). Exact; of strategies that share state between
+    rows, for runs with batch_size=1.
     """
     chain = model_free_chain(strategies, max((len(t.prompt) + len(t.output) for t in texts), default=1))
     counts = []
@@ -273,7 +274,7 @@ def _replayed(label: str, drafters: list[Any], texts: Sequence[ForcedText], samp
     for sample in range(times):
         for model in models:
             model.rng = np.random.default_rng((seed, sample))
-        chain = build_chain(drafters, DraftContext(batch=1, capacity=longest, vocab_size=1 << 31))
+        chain = build_chain(drafters, DraftContext(1, longest, vocab_size=1 << 31, separate=True))
         for i, text in enumerate(texts):
             for model in models:
                 model.read(text)
