@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from specdec.acceptance import find_rule
 from specdec.checks import naming_processors
 from specdec.config import UNSET, GenerationSettings, as_list
-from specdec.contract import check_processors
+from specdec.contract import check_processors, knows_its_row
 from specdec.costs import as_costs, costs_for
 from specdec.drafters import tree_makers
 from specdec.drafters.base import DraftContext
@@ -20,6 +20,7 @@ from specdec.drafters.length import LengthController, automatic, unlimited
 from specdec.engine import NOTHING, Engine
 from specdec.errors import SpecdecError
 from specdec.kv_cache import KeptRows
+from specdec.processors import AllRows
 from specdec.provenance import device_name, hash_ids, versions
 from specdec.result import Generation
 from specdec.rows import Row, StopRules
@@ -58,6 +59,7 @@ class Call:
         own = as_list(settings.logits_processor)
         if own and self.rows:
             check_processors(own, self.rows[0].prompt, decoder.target.vocab_size, decoder.target.device)
+            own = self._by_row(own)
         with naming_processors(settings):
             self.sampling = build_sampling(
                 decoder.target.model, settings.fields, settings.temperature,
@@ -68,6 +70,15 @@ class Call:
                 self.sampling.row_processors(0, self.rows[0].prompt, settings.max_new_tokens)  # bad values fail now
         self.batch = min(settings.batch_size or DEFAULT_BATCH, max(1, len(self.rows)))
         self.capacity = max((len(row.ids) - 1 for row in self.rows), default=1)
+
+    def _by_row(self, processors: Sequence[Any]) -> list[Any]:
+        """A user's processors, those that treat rows differently as `AllRows`."""
+        target, prompts = self.decoder.target, [row.prompt for row in self.rows]
+        longest = self.settings.max_new_tokens
+        return [
+            AllRows(p, len(prompts)) if knows_its_row(p, prompts, longest, target.vocab_size, target.device) else p
+            for p in processors
+        ]
 
     def _stop_rules(self) -> StopRules:
         decoder, settings = self.decoder, self.settings

@@ -75,7 +75,10 @@ class AllowedTokens(Constraint):
 
     def start(self, prompt: Sequence[int]) -> tuple[list[int], Sequence[int]]:
         ids = list(prompt)
-        return ids, self._ask(self._prompt, torch.tensor(ids, device=self._device))
+        allowed: Any = self._ask(self._prompt, torch.tensor(ids, device=self._device))
+        if isinstance(allowed, Tensor) and allowed.dtype == torch.bool:
+            allowed = allowed.nonzero().flatten()
+        return ids, allowed.tolist() if isinstance(allowed, Tensor | np.ndarray) else list(allowed)
 
     def advance(self, state: tuple[list[int], Sequence[int]], token: int) -> tuple[list[int], Sequence[int]] | None:
         ids, allowed = state

@@ -9,6 +9,11 @@ generator of torch) can only be caught by its results, so the check is no proof.
 
 A processor that changes its attributes but not its results - a logger, a timer - says so with `prefix_only = True`.
 One whose state follows the text belongs into `specdec.constraints`.
+
+transformers calls a processor with all rows at once, so that it may treat row i in its own way: by an index, or by
+tensors with a row each. Whether it does is tried out too (`knows_its_row`), on the prompts and made-up texts after
+them; `by_row = True` or `False` on the processor says it for sure. The texts of other rows it never sees: rows are
+decoded each by itself, so a processor that mixes rows does what it does to one.
 """
 
 from __future__ import annotations
@@ -19,9 +24,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PrefixConstrainedLogitsProcessor
 
 from specdec.constraints import PrefixProcessor
 from specdec.errors import SpecdecError
+from specdec.processors import AllRows, knows_no_row
 
 # Why each cannot see speculative prefixes; names, because some of them exist in some versions only.
 REFUSED = {
@@ -71,6 +78,48 @@ def _try_out(processor: Any, prompt: Sequence[int], vocab: int, device: torch.de
         after_others, alone = _call(tried, branch, scores), _call(_copy(other), branch, scores)
         if after_others is not None and alone is not None and not _same(after_others, alone):
             raise SpecdecError(f"logits_processor {name}: its result depends on earlier calls; {_HINT}")
+
+
+_MADE_UP = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512)  # tokens after a prompt, in trials
+_MOST_NUMBERS = 1 << 26  # scores in all trials of one processor
+
+
+def knows_its_row(
+    processor: Any, prompts: Sequence[Sequence[int]], longest: int, vocab: int, device: torch.device
+) -> bool:  # fmt: skip
+    """Whether a processor treats the rows of a call differently. prompts: of all rows; longest: most new tokens."""
+    rows, said = len(prompts), getattr(processor, "by_row", None)
+    beams = getattr(processor, "_num_beams", 1) if isinstance(processor, PrefixConstrainedLogitsProcessor) else 1
+    if rows % beams:
+        raise SpecdecError(f"{type(processor).__name__}: num_beams={beams} does not divide the {rows} rows of the call")
+    if rows < 2 or knows_no_row(processor):
+        return False
+    if said is not None:
+        return bool(said)
+    tried = _copy(processor)
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(1, vocab, generator=generator).to(device)
+    for text in _texts(prompts, longest, vocab, generator)[: max(4, _MOST_NUMBERS // (rows * vocab))]:
+        ids = text.to(device)[None]
+        together = _call(tried, ids.expand(rows, -1), scores.expand(rows, -1))
+        if together is None or together.shape != (rows, vocab):
+            return False  # it does not take a batch, or not this text: the real call will say why
+        alone = _call(tried, ids, scores)
+        if alone is None or alone.shape != (1, vocab) or not _close(together, together[:1]):
+            _try_out(AllRows(processor, rows), prompts[0], vocab, device)
+            return True
+    return False
+
+
+def _texts(prompts: Sequence[Sequence[int]], longest: int, vocab: int, generator: torch.Generator) -> list[Tensor]:
+    """A few prompts, and texts that go on after the first with made-up tokens."""
+    few = [torch.tensor(ids) for ids in dict.fromkeys(tuple(prompt) for prompt in prompts)][:3]
+    more = torch.randint(vocab, (max(_MADE_UP),), generator=generator)
+    return few + [torch.cat([few[0], more[:n]]) for n in _MADE_UP if n < longest]
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    return torch.allclose(a.float(), b.float().expand_as(a), rtol=1e-3, atol=1e-5, equal_nan=True)
 
 
 def _call(processor: Any, ids: Tensor, scores: Tensor) -> Tensor | None:

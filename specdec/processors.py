@@ -2,8 +2,8 @@
 
 A row's processors are transformers' own objects, in transformers' order. Those in `VECTORISED` run on the whole
 [B, S, V] without a loop over positions and without a read from the device. `PrefixStates` (constraints.py) advance a
-state token by token. Every other processor is called once a position, with the arguments that `generate()` of
-transformers gives it.
+state token by token. Every other processor is called once a position, with ids [1, n] and scores [1, V]; one that
+treats the rows of its batch differently, with all rows of the call (`AllRows`), as `generate()` of transformers does.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as hf
 
-from specdec.constraints import PrefixStates
+from specdec.constraints import PrefixProcessor, PrefixStates
 from specdec.device import sent, sync_allowed
 from specdec.errors import SpecdecError
 from specdec.prefixes import History, Prefixes
@@ -31,6 +31,33 @@ class RowProcessors(list[Any]):
         for processor in self:
             if isinstance(processor, PrefixStates):
                 processor.commit(tokens)
+
+
+class AllRows:
+    """A user's processor that knows its rows: it is called with as many as the call has, in their order, as by
+    transformers. All of them hold the text and scores of the row at hand, whose result is what counts."""
+
+    def __init__(self, processor: Any, rows: int, row: int = 0):
+        self.processor, self.rows, self.row = processor, rows, row
+        self.__name__ = getattr(processor, "__name__", type(processor).__name__)
+
+    def of(self, row: int) -> AllRows:
+        """The same for another row."""
+        return AllRows(self.processor, self.rows, row)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Any:
+        """ids [1, n], scores [1, V] -> scores [1, V]."""
+        ids, many = input_ids.expand(self.rows, -1).clone(), scores.expand(self.rows, -1).clone()
+        returned = self.processor(ids, many)
+        fits = isinstance(returned, Tensor) and returned.shape == many.shape
+        return returned[self.row : self.row + 1] if fits else returned
+
+
+def knows_no_row(processor: Any) -> bool:
+    """Whether a processor is known to treat all rows of a batch alike, each by itself."""
+    # Of a constraint by prefixes `build_sampling` makes states of each row, which are told its number.
+    known = type(processor) in VECTORISED or type(processor) is hf.PrefixConstrainedLogitsProcessor
+    return (known and _known_form(processor)) or isinstance(processor, PrefixProcessor)
 
 
 def apply_processors(scores: Tensor, history: History) -> Tensor:

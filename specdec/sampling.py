@@ -13,6 +13,7 @@ SplitMix64 (Steele, Lea & Flood 2014) in wrapping int64 arithmetic.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import GenerationConfig, LogitsProcessorList
+from transformers import GenerationConfig
 from transformers.generation.logits_process import (
     PrefixConstrainedLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
@@ -33,7 +34,7 @@ from transformers.generation.utils import GenerationMixin
 
 from specdec.constraints import AllowedTokens, PrefixProcessor, PrefixStates
 from specdec.prefixes import History as History
-from specdec.processors import PresenceFrequencyPenalty, RowProcessors, apply_processors
+from specdec.processors import AllRows, PresenceFrequencyPenalty, RowProcessors, apply_processors
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -219,17 +220,22 @@ def build_sampling(
     if not (text_fields or user_processors or allowed):
         return Sampling(temperature, warpers)
 
+    warned: set[str] = set()
+
     @cache
     def shared(prompt_len: int, max_new: int) -> list[Any]:
-        extra = {"logits_processor": LogitsProcessorList(user_processors)}
-        return processors(False, TEXT_FIELDS, prompt_len, max_new, prefix_allowed_tokens_fn=allowed, **extra)
+        made = processors(False, TEXT_FIELDS, prompt_len, max_new, prefix_allowed_tokens_fn=allowed)
+        return _merged(made, user_processors, warned)
 
     def own(processor: Any, row: int, prompt: Sequence[int]) -> Any:
         if isinstance(processor, PrefixProcessor):
             return PrefixStates(processor, prompt)
-        if allowed is not None and type(processor) is PrefixConstrainedLogitsProcessor:
-            return PrefixStates(AllowedTokens(allowed, row // returned, device), prompt)
-        return processor
+        if type(processor) is PrefixConstrainedLogitsProcessor:
+            given = any(processor is p for p in user_processors)
+            beams = processor._num_beams if given else returned
+            asked = AllowedTokens(processor._prefix_allowed_tokens_fn, row // beams, device)
+            return PrefixStates(asked, prompt)
+        return processor.of(row) if isinstance(processor, AllRows) else processor
 
     def row_processors(row: int, prompt: Sequence[int], max_new: int) -> RowProcessors:
         made = RowProcessors(own(p, row, prompt) for p in shared(len(prompt), max_new))
@@ -238,6 +244,20 @@ def build_sampling(
         return made
 
     return Sampling(temperature, warpers, row_processors)
+
+
+def _merged(made: Sequence[Any], given: Sequence[Any], warned: set[str]) -> list[Any]:
+    """transformers' rule: a user's processor takes the place of one of its type that an option has made, with a warning
+    (once a call: `warned`); the others follow."""
+    kinds = [type(p.processor if isinstance(p, AllRows) else p) for p in given]
+    merged = []
+    for processor in made:
+        name = type(processor).__name__
+        if type(processor) in kinds and name not in warned:
+            warned.add(name)
+            warnings.warn(f"logits_processor has a {name}: the option that makes one has no effect", stacklevel=2)
+        merged.append(given[kinds.index(type(processor))] if type(processor) in kinds else processor)
+    return [*merged, *(p for p in given if not any(p is m for m in merged))]
 
 
 def _after_repetition(processors: Sequence[Any]) -> int:
