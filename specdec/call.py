@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from specdec.acceptance import find_rule
 from specdec.checks import naming_processors
-from specdec.config import UNSET, GenerationSettings, as_list
+from specdec.config import UNSET, GenerationSettings, as_list, plain_ids
 from specdec.contract import check_processors, knows_its_row
 from specdec.costs import as_costs, costs_for
 from specdec.drafters import tree_makers
@@ -92,7 +92,7 @@ class Call:
         return StopRules(
             max_new_tokens=settings.max_new_tokens,
             context=decoder.target.context,
-            eos=frozenset(int(t) for t in as_list(eos)),
+            eos=frozenset(int(t) for t in as_list(plain_ids(eos))),
             stop_strings=tuple(settings.stops),
             criteria=tuple(as_list(settings.stopping_criteria)),
             tokenizer=decoder.tokenizer,

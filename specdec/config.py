@@ -10,11 +10,14 @@ import difflib
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import numpy as np
+import torch
 import yaml
 
 from specdec.constraints import PrefixProcessor
@@ -47,6 +50,7 @@ _ID_FIELDS = (
     "bad_words_ids", "sequence_bias", "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens",
     "begin_suppress_tokens",
 )  # fmt: skip
+_FLAT_FIELDS = ("forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens")
 _REFUSED = {
     "num_beams": "beam search is not supported: speculative decoding verifies one continuation a row",
     "num_beam_groups": "beam search is not supported: speculative decoding verifies one continuation a row",
@@ -116,6 +120,12 @@ class GenerationSettings:
                 raise SpecdecError(_REFUSED[name])
             else:
                 raise unknown_name("generation option", name, sorted(own | set(PROCESSOR_FIELDS)))
+        if known.get("eos_token_id", UNSET) is not UNSET:
+            known["eos_token_id"] = plain_ids(known["eos_token_id"])
+        for name in set(_FLAT_FIELDS) & set(processors):
+            processors[name] = plain_ids(processors[name])
+            if name in ("suppress_tokens", "begin_suppress_tokens") and processors[name] in ([], {}):
+                processors[name] = None  # nothing to suppress
         settings = GenerationSettings(**known, processors=processors)
         settings.check()
         return settings
@@ -167,6 +177,12 @@ class GenerationSettings:
                 check_number(name, value, 0.0, 1.0)
             if value is not None and name in ("renormalize_logits", "remove_invalid_values"):
                 check_switch(name, value)
+            if value is not None and name in _FLAT_FIELDS:
+                _check_flat(name, value)
+            if value is not None and name == "sequence_bias":
+                _check_biases(value)
+            if value is not None and name == "exponential_decay_length_penalty":
+                _check_decay(value)
         for name in ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"):
             for value in as_list(getattr(self, name)):
                 stateful = name == "logits_processor" and isinstance(value, PrefixProcessor)
@@ -302,17 +318,61 @@ def unknown_name(kind: str, name: Any, known: Iterable[str]) -> SpecdecError:
 
 def _ids(value: Any, name: str) -> list[int]:
     """Every token id in a processor field, however nested; of a sequence bias only the ids, not the biases."""
-    if value is None or isinstance(value, bool):
-        return []
-    if isinstance(value, Integral):
-        return [int(value)]
     if isinstance(value, Mapping):
         value = list(value)
     elif name == "sequence_bias" and isinstance(value, (list, tuple)):
         value = [pair[0] for pair in value if isinstance(pair, (list, tuple)) and pair]
+    return _flattened(value, name)
+
+
+def _flattened(value: Any, name: str) -> list[int]:
+    if value is None:
+        return []
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        return [int(value)]
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [token for part in value for token in _ids(part, "")]
-    raise SpecdecError(f"{name or 'token ids'}: expected token ids, got {value!r}")
+        return [token for part in value for token in _flattened(part, name)]
+    raise SpecdecError(f"{name}: expected token ids, got {value!r}")
+
+
+def plain_ids(value: Any) -> Any:
+    """Token ids in the forms that they come in - one, or a list, set, range, array or tensor of them - as an int or a
+    list of ints. Everything else stays as it is, to be refused."""
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return value.tolist()
+    if isinstance(value, list | tuple | set | frozenset | range):
+        return [plain_ids(part) for part in value]
+    return int(value) if isinstance(value, np.integer) else value
+
+
+def _check_flat(name: str, value: Any) -> None:
+    """Raise SpecdecError unless `value` is a list of token ids, or where one is forced, an id or some."""
+    forced = name.startswith("forced")
+    entries = [value] if forced and not isinstance(value, list) else value
+    sound = isinstance(entries, list) and all(isinstance(t, Integral) and not isinstance(t, bool) for t in entries)
+    if not sound or (forced and not entries):
+        form = "a token id or a list of token ids" if forced else "a list of token ids"
+        raise SpecdecError(f"{name}: expected {form}, got {value!r}")
+
+
+def _check_biases(value: Any) -> None:
+    """Raise SpecdecError for biases that leave no distribution; their form is transformers' to check."""
+    pairs = value.items() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    for pair in pairs:
+        bias = pair[1] if isinstance(pair, list | tuple) and len(pair) > 1 else 0.0
+        if isinstance(bias, float) and not bias < math.inf:
+            raise SpecdecError(f"sequence_bias: a bias must be a number or -inf, got {bias!r}")
+
+
+def _check_decay(value: Any) -> None:
+    """Raise SpecdecError unless `value` is a start, in tokens, and a factor."""
+    numbers = plain_ids(value)
+    if isinstance(numbers, list) and len(numbers) > 1:
+        with suppress(SpecdecError):
+            for number in numbers[:2]:
+                check_number("", number, -sys.float_info.max, math.inf)
+            return
+    raise SpecdecError(f"exponential_decay_length_penalty must be (start, factor), two numbers, got {value!r}")
 
 
 def as_list(value: Any) -> list[Any]:

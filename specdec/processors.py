@@ -166,7 +166,7 @@ def _text_free(rows: Sequence[Any], scores: Tensor, prefixes: Prefixes) -> Tenso
 
 
 def _suppress(rows: Sequence[Any], scores: Tensor, prefixes: Prefixes) -> Tensor:
-    return scores.index_fill_(-1, _any(rows).suppress_tokens.to(scores.device), -math.inf)
+    return scores.masked_fill_(_ids(_any(rows).suppress_tokens, scores.shape[-1], scores.device), -math.inf)
 
 
 def _biases(rows: Sequence[Any], scores: Tensor, prefixes: Prefixes) -> Tensor:
@@ -174,7 +174,8 @@ def _biases(rows: Sequence[Any], scores: Tensor, prefixes: Prefixes) -> Tensor:
     added up in transformers' order, shorter sequences first, at the ids that can get one."""
     by_length: dict[int, list[tuple[tuple[int, ...], float]]] = {1: []}
     for sequence, bias in _any(rows).sequence_bias.items():
-        by_length.setdefault(len(sequence), []).append((sequence, bias))
+        if sequence:
+            by_length.setdefault(len(sequence), []).append((sequence, bias))
     ids = sorted({sequence[-1] for group in by_length.values() for sequence, _ in group})
     total = scores.new_zeros((*scores.shape[:-1], len(ids)))
     for length, group in by_length.items():
@@ -268,8 +269,7 @@ def _forbid(
     where = prefixes.where(condition, rows)
     if where is None:
         return scores
-    at = ids.to(scores.device)
-    return scores.index_copy_(-1, at, scores.index_select(-1, at).masked_fill_(where, -math.inf))
+    return scores.masked_fill_(where & _ids(ids, scores.shape[-1], scores.device), -math.inf)
 
 
 def _forced_bos(rows: Sequence[Any], scores: Tensor, prefixes: Prefixes) -> Tensor:
@@ -294,7 +294,13 @@ def _decay(rows: Sequence[Any], scores: Tensor, prefixes: Prefixes) -> Tensor:
     """The end of text gains |score| * (factor ** (tokens past the start) - 1)."""
 
     def gain(p: Any, n: int) -> float:
-        return float(pow(p.regulation_factor, n - p.regulation_start)) - 1 if p and n > p.regulation_start else 0.0
+        if not p or n <= p.regulation_start:
+            return 0.0
+        try:
+            return float(pow(p.regulation_factor, n - p.regulation_start)) - 1
+        except OverflowError:
+            past = f"{p.regulation_factor!r} to the power of {n - p.regulation_start}"
+            raise SpecdecError(f"exponential_decay_length_penalty: {past} is too large") from None
 
     gains = [[gain(p, n) for n in lengths] for p, lengths in zip(rows, prefixes.lengths, strict=True)]
     if not any(map(any, gains)):

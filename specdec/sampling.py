@@ -33,6 +33,7 @@ from transformers.generation.logits_process import (
 from transformers.generation.utils import GenerationMixin
 
 from specdec.constraints import AllowedTokens, PrefixProcessor, PrefixStates
+from specdec.errors import SpecdecError
 from specdec.prefixes import History as History
 from specdec.processors import AllRows, PresenceFrequencyPenalty, RowProcessors, apply_processors
 
@@ -199,6 +200,8 @@ def build_sampling(
     """A `Sampling` from GenerationConfig fields by their own names (values already checked, see config.py), those of
     `OWN_FIELDS`, and a user's processors. allowed: transformers' prefix_allowed_tokens_fn; returned: rows a prompt."""
     active = {name: value for name, value in fields.items() if value is not None and name not in OWN_FIELDS}
+    if "exponential_decay_length_penalty" in active and not eos:
+        raise SpecdecError("exponential_decay_length_penalty needs a token that ends texts: give eos_token_id")
     presence, frequency = (fields.get(name) or 0.0 for name in OWN_FIELDS)
     if active.get("min_p") == 0.0:
         del active["min_p"]
