@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from specdec.attention import matmul_attention
 
@@ -44,7 +44,7 @@ class Alibi:
 
 
 def _attention(
-    module: nn.Module, mask: Tensor, hidden_states: Tensor, *_: Any, cache: Any = None, **__: Any
+    module: Any, mask: Tensor, hidden_states: Tensor, *_: Any, cache: Any = None, **__: Any
 ) -> tuple[Tensor, None]:  # fmt: skip
     """transformers' `MptAttention.forward` over hidden states [B, S, H * D], with another mask."""
     mixed = module.Wqkv(hidden_states)

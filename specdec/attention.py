@@ -62,6 +62,8 @@ def ragged_attention(
     if softcap is None and s_aux is None and torch.compiler.is_compiling() and folded.shape[2] <= SUMMED:
         out = _summed_attention(folded, key, value, mask, scaling or width**-0.5)
     elif fused and softcap is None and s_aux is None:
+        if mask is not None and mask.dtype not in (torch.bool, query.dtype):  # a model of several dtypes
+            mask = mask.to(query.dtype)
         out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
     else:
         out = _plain_attention(folded, key, value, mask, scaling or width**-0.5, softcap, s_aux)

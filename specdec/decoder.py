@@ -64,7 +64,7 @@ class SpeculativeDecoder:
         for model, role in ((target_model, "target"), (draft_model, "draft")):
             if model is not None or role == "target":
                 check_is_model(model, role)
-                check_model_kind(model.config, role)
+                check_model_kind(model.config, role, in_hand=hasattr(model, "generate"))
         translate = any(getattr(d, "translate", False) for d in self.strategies)
         self.report = check_modules(target_model, draft_model, tokenizer, draft_tokenizer, translate)
         self.target = Runner(target_model, attn_implementation, compile, fuse=fuse)

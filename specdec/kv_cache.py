@@ -27,6 +27,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from specdec.device import moved
+from specdec.errors import SpecdecError
 from specdec.model_config import attention_heads, layer_configs
 from specdec.trees import array_on
 
@@ -88,6 +89,9 @@ class RaggedLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         assert self.aim is not None
         aim = self.aim.on(self.device)
+        if key_states.shape[2] != aim.slots.shape[1]:
+            kept, fed = key_states.shape[2], aim.slots.shape[1]
+            raise SpecdecError(f"the model keeps {kept} keys and values in a pass of {fed} tokens")
         if torch.compiler.is_compiling():
             return self._traced(key_states, value_states, aim)
         views = self.views

@@ -19,6 +19,7 @@ from specdec.attention import check_attention
 from specdec.config import PairConfig, from_dict
 from specdec.demo_models import draft_path, target_path
 from specdec.errors import SpecdecError
+from specdec.model_config import is_recurrent
 from specdec.report import ModelFacts, PairReport
 from specdec.rope import rope_settings, rope_type, switch_position
 from specdec.runner import context_length
@@ -276,26 +277,50 @@ def check_is_model(model: Any, role: str) -> None:
         )
 
 
-def check_model_kind(config: Any, role: str) -> None:
-    """Refuse by name what the engine cannot run. Raises SpecdecError."""
+def check_weights(model: Any, role: str) -> None:
+    """Raise SpecdecError for weights that are not there."""
+    absent = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if absent:
+        raise SpecdecError(
+            f"{role} ({model.config.model_type}) has {len(absent)} parameters without data (on the meta device: "
+            f"{absent[0]}, ...), because they are offloaded or were never loaded; load the whole model onto its devices"
+        )
+
+
+def check_model_kind(config: Any, role: str, in_hand: bool = False) -> None:
+    """Refuse by name what the engine cannot run. in_hand: the model is there, so that its type need not be one that
+    transformers loads. Raises SpecdecError."""
     kind = getattr(config, "model_type", type(config).__name__)
     if getattr(config, "is_encoder_decoder", False):
         raise SpecdecError(f"{role} ({kind}) is an encoder-decoder model: only decoder-only models are supported")
     if any(hasattr(config, name) for name in ("vision_config", "audio_config")):
         raise SpecdecError(f"{role} ({kind}) takes images or audio: only text models are supported")
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not getattr(config, "auto_map", None):
+    if not in_hand and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not getattr(config, "auto_map", None):
         raise SpecdecError(f"{role} ({kind}) is not a causal language model that transformers knows")
-    layers = set(getattr(config, "layer_types", None) or ())
-    if layers & set(_RECURRENT_LAYERS) or any(kind.startswith(t) for t in _RECURRENT_TYPES):
+    text = config.get_text_config()
+    layers = set(getattr(text, "layer_types", None) or ())
+    named = layers & set(_RECURRENT_LAYERS) or any(kind.startswith(t) for t in _RECURRENT_TYPES)
+    if named or is_recurrent(text):
         raise SpecdecError(f"{role} ({kind}) has recurrent layers, whose state cannot be trimmed: not supported yet")
     if "chunked_attention" in layers:
         raise SpecdecError(f"{role} ({kind}) uses chunked attention: not supported")
-    if any("dynamic" in rope_type(settings) for settings in rope_settings(config.get_text_config())):
+    for name in ("num_hidden_layers", "num_attention_heads"):
+        if not _has(text, name):
+            raise SpecdecError(f"{role} ({kind}) says no {name} in its configuration: it is no single stack of layers")
+    if any("dynamic" in rope_type(settings) for settings in rope_settings(text)):
         raise SpecdecError(
             f"{role} ({kind}) has dynamic RoPE, whose factors grow with the longest text of a pass: a row would depend "
             "on its neighbours; not supported"
         )
-    switch_position(config.get_text_config(), role)
+    switch_position(text, role)
+
+
+def _has(config: Any, name: str) -> bool:
+    """Whether a config has a field, also one that differs from layer to layer."""
+    try:
+        return hasattr(config, name)
+    except RuntimeError:
+        return True
 
 
 def check_modules(target: Any, draft: Any, tokenizer: Any, draft_tokenizer: Any, translate: bool) -> PairReport:
@@ -306,6 +331,7 @@ def check_modules(target: Any, draft: Any, tokenizer: Any, draft_tokenizer: Any,
             continue
         if not hasattr(model, "get_output_embeddings") or model.get_output_embeddings() is None:
             raise SpecdecError(f"{role} ({type(model).__name__}) has no language-model head")
+        check_weights(model, role)
         facts.append(ModelFacts.from_module(role, model))
     report = PairReport.make(facts)
     if draft is not None:

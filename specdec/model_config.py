@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
+
+from transformers.cache_utils import DynamicCache
 
 
 def layer_configs(config: Any) -> list[Any]:
@@ -24,3 +27,16 @@ def attention_heads(layer: Any) -> tuple[int, int]:
     """(query heads, key-value heads) of a layer's configuration."""
     heads = layer.num_attention_heads
     return heads, getattr(layer, "num_key_value_heads", None) or heads
+
+
+def cache_layers(config: Any) -> list[Any]:
+    """The layers of the cache that transformers would make for a model; none where it cannot say."""
+    with suppress(Exception):  # whatever configurations of remote code lack
+        return list(DynamicCache(config=config).layers)
+    return []
+
+
+def is_recurrent(config: Any) -> bool:
+    """Whether transformers' cache for a model holds states of a recurrence or a convolution."""
+    bases = {base.__name__ for layer in cache_layers(config) for base in type(layer).__mro__}
+    return any("LinearAttention" in name or "Mamba" in name for name in bases)

@@ -22,6 +22,7 @@ from specdec.attention import AttentionSwitch
 from specdec.errors import SpecdecError
 from specdec.kv_cache import RaggedCache
 from specdec.runner import Runner, Shapes, to_device
+from specdec.self_test_causes import cause, plain_cause
 from specdec.texts import first_line
 from specdec.trees import Shape, chain_parents, moves, shape_of, tree_pass
 
@@ -41,7 +42,9 @@ def self_test(runner: Runner, role: str) -> None:
     try:
         expected = test.plain()
     except Exception as error:  # whatever a model trips over in its own code
-        raise SpecdecError(f"{kind} cannot run at all: {first_line(error)}") from error
+        raise SpecdecError(f"{kind} is not supported: {plain_cause(runner)} ({first_line(error)})") from error
+    if test.looks_ahead(expected):
+        raise SpecdecError(f"{kind} is not supported: {cause(runner, test.first, expected[0], looks_ahead=True)}")
     fault = test.fault(expected, tree=True, far=True)
     if fault is None:
         return
@@ -51,7 +54,9 @@ def self_test(runner: Runner, role: str) -> None:
         )
     chains = test.fault(expected, tree=False, far=False)
     if chains is not None:
-        raise SpecdecError(f"{kind} is not supported: {chains}")
+        raise SpecdecError(
+            f"{kind} is not supported: {cause(runner, test.first, expected[0], looks_ahead=False)}; {chains}"
+        )
     runner.tree_fault = f"{kind} cannot verify trees, since it takes positions from the order of its cache ({fault})"
 
 
@@ -78,23 +83,27 @@ class _SelfTest:
             ids = to_device([self.first, self.second], runner.device)
             return runner.model(input_ids=ids, use_cache=False).logits.float()
 
+    def looks_ahead(self, expected: Tensor) -> bool:
+        """Whether what follows what the texts have in common changes the logits there."""
+        first, second = expected[:, : self.shared]
+        return not _relative(first, second) < (1e-4 if self.runner.dtype == torch.float32 else 0.02)
+
     def fault(self, expected: Tensor, tree: bool, far: bool) -> str | None:
         """What is wrong with the passes; None if nothing is. tree: with one, else with a wrong chain in its place;
         far: beside a row that stands far away."""
         try:
             found = self._passes(tree, far)
         except Exception as error:
-            return f"it cannot run on a cache with a length for each row: {first_line(error)}"
-        limit = 1e-3 if self.runner.dtype == torch.float32 else 0.1
+            return f"a pass over a cache with a length for each row fails ({first_line(error)})"
         for row, position, logits in found:
             if not len(logits):
                 continue
             wanted = expected[row, position : position + len(logits)]
-            off = float((logits.float().to(wanted.device) - wanted).norm() / wanted.norm().clamp(min=1e-6))
-            if not off < limit:
+            off = _relative(logits, wanted)
+            if not off < (1e-3 if self.runner.dtype == torch.float32 else 0.1):
                 return (
-                    "its pass over a cache with a length for each row differs from a plain forward "
-                    f"(relative difference {off:.2g})"
+                    "a pass over a cache with a length for each row differs from a plain forward (relative difference "
+                    f"{off:.2g})"
                 )
         return None
 
@@ -154,3 +163,7 @@ class _SelfTest:
 
     def _shapes(self, capacity: int) -> Shapes:
         return Shapes.choose(self.runner.device, False, capacity)
+
+
+def _relative(found: Tensor, wanted: Tensor) -> float:
+    return float((found.float().to(wanted.device) - wanted).norm() / wanted.norm().clamp(min=1e-6))

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 
 import specdec
 from specdec.errors import SpecdecError
+from specdec.loading import check_model_kind
 from tests.helpers.tiny import tiny_model
+from tests.oracle import oracle_greedy
 
 VOCAB = 128
 
@@ -140,3 +144,113 @@ def test_numpy_seeds_and_the_name_none_are_understood(decoder: specdec.Speculati
     expected = decoder.generate([1, 2, 3], seed=3, **options).token_ids
     assert decoder.generate([1, 2, 3], seed=np.int64(3), **options).token_ids == expected
     assert decoder.generate([1, 2, 3], seed=3, strategies="none", **options).token_ids == expected
+
+
+# -- models: what they have that specdec cannot do, and never torch's message alone ------------------------------------
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 2, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
+    "v_head_dim": 8, "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+    "topk_group": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
+BART: dict[str, Any] = {
+    "vocab_size": 64, "d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 32,
+}  # fmt: skip
+MODELS: dict[str, tuple[Any, str]] = {
+    "bloom": (transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4), "ALiBi"),
+    "falcon": (
+        transformers.FalconConfig(
+            vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True,
+            new_decoder_architecture=False,
+        ),
+        "ALiBi",
+    ),
+    "bert": (transformers.BertConfig(**SMALL), "as in an encoder .*is_decoder=True"),
+    "electra": (transformers.ElectraConfig(**SMALL, embedding_size=32), "as in an encoder"),
+    "rembert": (transformers.RemBertConfig(**SMALL, input_embedding_size=16), "as in an encoder"),
+    "bart": (transformers.BartConfig(**BART), "how full its cache is"),
+    "mbart": (transformers.MBartConfig(**BART), "how full its cache is"),
+    "gpt_neo": (
+        transformers.GPTNeoConfig(
+            vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, window_size=4,
+            attention_types=[[["global", "local"], 1]],
+        ),
+        "local",
+    ),
+    "openai-gpt": (transformers.OpenAIGPTConfig(vocab_size=64, n_embd=32, n_layer=2, n_head=4), "takes no cache"),
+    "xlnet": (transformers.XLNetConfig(vocab_size=64, d_model=32, n_layer=2, n_head=4, d_inner=32), "takes no cache"),
+    "deepseek_v3": (transformers.DeepseekV3Config(**SMALL, **LATENT), "num_key_value_heads=2"),
+    "minicpm3": (transformers.MiniCPM3Config(**SMALL, **LATENT), "num_key_value_heads=2"),
+    "falcon_mamba": (transformers.FalconMambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=64), "recurrent"),
+}  # fmt: skip
+
+
+def made(config: Any) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(8 if parameter.ndim > 1 else 1)
+    return model
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_model_that_cannot_work_is_refused_by_what_it_has(kind: str) -> None:
+    config, why = MODELS[kind]
+    with pytest.raises(SpecdecError, match=rf"target \({kind}\) .*{why}") as caught:
+        specdec.SpeculativeDecoder(made(config))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("layer", ["linear_attention", "hybrid", "conv"])
+def test_recurrent_layers_are_found_by_what_the_cache_holds(layer: str) -> None:
+    """Also in a model whose name says nothing."""
+    config = copy.deepcopy(tiny_model("llama").config)
+    config.layer_types = ["full_attention", layer, "full_attention"]
+    with pytest.raises(SpecdecError, match="recurrent"):
+        check_model_kind(config, "target")
+
+
+def test_a_decoder_of_an_encoders_kind_works() -> None:
+    model = made(transformers.BertConfig(**SMALL, is_decoder=True))
+    assert specdec.SpeculativeDecoder(model).generate([1, 2, 3], 8).token_ids[0] == oracle_greedy(model, [1, 2, 3], 8)
+
+
+@pytest.mark.parametrize("part", ["model.layers.1", "lm_head", "model.embed_tokens", ""])
+def test_weights_that_are_not_there_are_counted(part: str) -> None:
+    model = copy.deepcopy(tiny_model("llama"))
+    model.get_submodule(part).to("meta")
+    with pytest.raises(SpecdecError, match=r"draft \(llama\) has \d+ parameters without data .*offloaded"):
+        specdec.SpeculativeDecoder(tiny_model("llama"), model)
+
+
+@pytest.mark.parametrize("part", ["mlp", "self_attn", "lm_head"])
+def test_dtypes_that_do_not_go_together_are_named(part: str) -> None:
+    model = copy.deepcopy(tiny_model("llama")).bfloat16()
+    for name, module in model.named_modules():
+        if name.endswith(part):
+            module.float()
+    with pytest.raises(SpecdecError, match=r"several dtypes \(bfloat16, float32\)"):
+        specdec.SpeculativeDecoder(model)
+
+
+def test_dtypes_that_go_together_work() -> None:
+    """Gemma's norms may be float32. The dtype of a model is that of its first parameter, which may be the odd one."""
+    model = copy.deepcopy(tiny_model("gemma2")).bfloat16()
+    for module in model.modules():
+        if "RMSNorm" in type(module).__name__:
+            module.float()
+    wanted = specdec.SpeculativeDecoder(model).generate([1, 2, 3], 6, strategies=[]).token_ids
+    model.register_parameter("odd", torch.nn.Parameter(torch.zeros(1)))
+    assert model.dtype == torch.float32
+    assert specdec.SpeculativeDecoder(model).generate([1, 2, 3], 6, strategies=[]).token_ids == wanted
+
+
+def test_a_model_of_several_stacks_is_refused() -> None:
+    with pytest.raises(SpecdecError, match=r"blt.*num_hidden_layers"):
+        check_model_kind(transformers.BltConfig(), "target")

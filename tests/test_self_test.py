@@ -93,7 +93,7 @@ class Odd(LlamaForCausalLM):
         (lambda ids: ids * 2 if ids.shape == (2, 7) else ids, "plain forward"),  # a wider pass of two rows
         (lambda ids: torch.arange(ids.shape[1]).expand_as(ids), "plain forward"),  # whatever it is given
         (lambda ids: torch.cat([ids[:1], ids[1:] * 2]), "plain forward"),  # other rows than the first
-        (lambda ids: ids.new_zeros(99), "cannot run"),
+        (lambda ids: ids.new_zeros(99), "for each row fails"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*past_key_values")
