@@ -100,6 +100,7 @@ class Call:
 
     def __enter__(self) -> Call:
         decoder, target = self.decoder, self.decoder.target
+        decoder.refresh()  # a generator begins when it is first advanced
         keep = self.settings.keep_state
         previous = decoder._kept_chain if keep else None
         shapes = Shapes.choose(target.device, self.exact, target.pool.room(self.capacity))

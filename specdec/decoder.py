@@ -168,7 +168,13 @@ class SpeculativeDecoder:
             raise SpecdecError(f"{verb} takes one prompt, got {len(call.rows)} rows")
         return call
 
+    def refresh(self) -> None:
+        """Follow what has become of the models since the last call."""
+        for runner in self._runners().values():
+            runner.refresh()
+
     def _call(self, prompts: Any, strategies: Any, **options: Any) -> Call:
+        self.refresh()
         settings = GenerationSettings.parse(options)
         drafters = self.strategies if strategies is UNSET else make_drafters(strategies, self.draft is not None)
         check_draft(drafters, self.draft)

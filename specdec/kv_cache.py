@@ -158,6 +158,7 @@ class RaggedCache(Cache):
         # Recorded passes know the buffers' addresses, so they live and die with them (graphs.py).
         self.graphs: dict[Any, Any] | None = None
         self.recorded_from: tuple[int, ...] = ()
+        self.pool: CachePool | None = None  # where it was leased
 
     def aim(self, slots: Tensor, rows: slice, kv_len: int) -> None:
         """Set where the next pass writes (`slots` [B', S]) and how far it reads."""
@@ -318,10 +319,14 @@ class CachePool:
             enough = cache.capacity >= capacity if self.step > 1 else cache.capacity == capacity
             if enough:
                 return cache
-        return RaggedCache(self.n_layers, batch, capacity)
+        cache = RaggedCache(self.n_layers, batch, capacity)
+        cache.pool = self
+        return cache
 
     def give_back(self, cache: RaggedCache) -> None:
-        self.idle = cache
+        """Take a cache back, unless it is of another pool: the model's layers or dtype may have changed since."""
+        if cache.pool is self:
+            self.idle = cache
 
 
 def kv_widths(config: Any) -> list[tuple[int, int]]:

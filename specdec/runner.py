@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from specdec.alibi import Alibi
-from specdec.attention import AttentionSwitch, Mask, MaskBuilder, check_attention, fastest
+from specdec.attention import Mask, MaskBuilder, check_attention, fastest
 from specdec.compiled import CompiledFunction, Compiler, Forward, compiled_before, compiled_forward
 from specdec.errors import SpecdecError
 from specdec.fusion import Fusion
@@ -44,6 +44,7 @@ from specdec.graphs import (
 )
 from specdec.kv_cache import CachePool, RaggedCache, rounded_up
 from specdec.model_config import layer_configs
+from specdec.model_view import ModelView
 from specdec.rope import RowRope, switch_position
 from specdec.trees import TreePass, array_on
 
@@ -121,10 +122,11 @@ class PassOutput:
 
 @dataclass
 class Runner:
-    """A model, its attention switch and its mask builder. Holds no state of any call: caches are passed in.
+    """A model, specdec's view of it and its mask builder. Holds no state of any call: caches are passed in.
 
-    compile: "off", "graph", "inductor", "max" or "auto" (graphs.py); `mode` is what became of it on this device. fuse:
-    projections of one input as one product (fusion.py).
+    model: the caller's, which is left alone (model_view.py).
+    compile: "off", "graph", "inductor", "max" or "auto" (graphs.py); `mode` is what became of it on this device.
+    fuse: projections of one input as one product (fusion.py).
     """
 
     model: Any
@@ -135,31 +137,46 @@ class Runner:
     pool: CachePool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.config: Any = self.model.config.get_text_config()
-        implementation = check_attention(self.attn_implementation)
         self.own_attention = self.attn_implementation is None
-        self.dtype: torch.dtype = self.model.dtype
-        self.device: torch.device = self.model.get_input_embeddings().weight.device
-        head = self.model.get_output_embeddings()
-        self.embedded: int = self.model.get_input_embeddings().weight.shape[0]
-        # Padded embeddings and heads can differ in rows; ids that only one of them has do not exist.
-        self.vocab_size: int = self.embedded if head is None else min(self.embedded, head.weight.shape[0])
-        self.context: int = context_length(self.config)
-        self.switch = AttentionSwitch(self.model, implementation)
-        self.masks = MaskBuilder(self.config, implementation, self.dtype)
-        self.fusion = Fusion(self.model) if self.fuse else None
-        switch = switch_position(self.config)
-        self.rope = RowRope(self.model, switch) if switch is not None else None
-        self.alibi = Alibi.of(self.model)
-        self.masks.slopes = self.alibi.slopes if self.alibi is not None else None
+        self.view = ModelView(self.model, check_attention(self.attn_implementation))
         self.tree_fault: str | None = None  # why trees are refused, once the self-test has tried one
+        self._adopt()
+
+    def _adopt(self) -> None:
+        """Take over what the model is now."""
+        self.config: Any = self.model.config.get_text_config()
+        self.facts = self._facts()
+        self.device, self.dtype, self.embedded, self.vocab_size, self.context, n_layers = self.facts
+        self.masks = MaskBuilder(self.config, self.view.implementation, self.dtype)
+        self.fusion = Fusion(self.view.model) if self.fuse else None
+        if self.fusion is not None and self.view.private:
+            self.fusion.install()
+        switch = switch_position(self.config)
+        self.rope = RowRope(self.view.model, switch) if switch is not None else None
+        self.alibi = Alibi.of(self.view.model)
+        self.masks.slopes = self.alibi.slopes if self.alibi is not None else None
         self._choose_graphs()
         step = KV_STEP if self.device.type == "cuda" or self.graphs is not None else 1
-        self.pool = CachePool(len(layer_configs(self.config)), step)
-        accepted = inspect.signature(self.model.forward).parameters
+        self.pool = CachePool(n_layers, step)
+        accepted = inspect.signature(self.view.model.forward).parameters
         # transformers 5.24 renamed the argument; the old name still works there but warns.
         self.cache_argument = "cache" if "cache" in accepted else "past_key_values"
         self.can_trim_logits = "logits_to_keep" in accepted
+
+    def _facts(self) -> tuple[torch.device, torch.dtype, int, int, int, int]:
+        """Device, dtype, ids that can be fed, ids that exist, context and layers of the model as it is."""
+        table, head = self.model.get_input_embeddings().weight, self.model.get_output_embeddings()
+        embedded = int(table.shape[0])
+        # Padded embeddings and heads can differ in rows; ids that only one of them has do not exist.
+        known = embedded if head is None else min(embedded, int(head.weight.shape[0]))
+        config = self.model.config.get_text_config()
+        return table.device, self.model.dtype, embedded, known, context_length(config), len(layer_configs(config))
+
+    def refresh(self) -> None:
+        """Follow what the caller has done to the model since: modules, attributes, vocabulary, dtype, device."""
+        changed = self.view.refresh()
+        if changed or self._facts() != self.facts:
+            self._adopt()
 
     def step(
         self,
@@ -229,13 +246,13 @@ class Runner:
         attention = None
         if self.own_attention:
             attention = fastest(self.device.type, key.batch * key.width * self.masks.groups, key.kv_len)
-        fused = self.fusion.on() if self.fusion is not None else nullcontext()
+        fused = nullcontext() if self.fusion is None or self.view.private else self.fusion.on()
         rotated = self.rope.on(cache.long_rows(rows, self.device)) if self.rope is not None else nullcontext()
         biased = self.alibi.on(cast(Tensor, masks)) if self.alibi is not None else nullcontext()
-        with torch.no_grad(), self.switch.on(attention), fused, rotated, biased:
+        with torch.no_grad(), self.view.attending(attention), fused, rotated, biased:
             if forward is not None and not cache.nbytes:
-                self.model(**arguments)  # allocates: compiled code that did would be another program than the next
-            out = (forward or self.model)(**arguments)
+                self.view.model(**arguments)  # allocates: compiled code that did would be another program than the next
+            out = (forward or self.view.model)(**arguments)
         return PassResult(out.logits, out.hidden_states if key.hidden else None)
 
     def prepare(
@@ -324,7 +341,7 @@ class Runner:
         if self.mode != "off":
             self.graphs = Graphs(self.recorder or CudaRecorder(self.device), type(self.model).__name__)
         if self.mode in ("inductor", "max"):
-            self.compiled = compiled_forward(self.model, self.config, self.mode)
+            self.compiled = compiled_forward(self.view.model, self.config, self.mode)
 
     def prefill(
         self,

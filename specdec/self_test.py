@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.attention import AttentionSwitch
 from specdec.errors import SpecdecError
 from specdec.kv_cache import RaggedCache
+from specdec.model_view import ModelView
 from specdec.runner import Runner, Shapes, to_device
 from specdec.self_test_causes import cause, plain_cause
 from specdec.texts import first_line
@@ -79,9 +79,10 @@ class _SelfTest:
         """Logits [2, n, V] of both texts."""
         runner = self.runner
         # Eager is the only stock path that honours everything a model asks for (soft caps, sinks).
-        with AttentionSwitch(runner.model, "eager").on():
+        view = ModelView(runner.model, "eager")
+        with view.attending():
             ids = to_device([self.first, self.second], runner.device)
-            return runner.model(input_ids=ids, use_cache=False).logits.float()
+            return view.model(input_ids=ids, use_cache=False).logits.float()
 
     def looks_ahead(self, expected: Tensor) -> bool:
         """Whether what follows what the texts have in common changes the logits there."""

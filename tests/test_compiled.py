@@ -44,7 +44,7 @@ def passes(runner: Runner, hidden: bool = False) -> list[torch.Tensor]:
 
 def compiled(model: Any, backend: Any = "aot_eager", **options: Any) -> Runner:
     runner = Runner(model, **options)
-    runner.compiled = compiled_forward(runner.model, runner.config, "inductor", backend)
+    runner.compiled = compiled_forward(runner.view.model, runner.config, "inductor", backend)
     return runner
 
 

@@ -84,11 +84,13 @@ def test_a_decoder_fuses_for_its_own_passes_when_asked() -> None:
     dec = specdec.SpeculativeDecoder(model, draft, fuse=True)
     assert {type(m) for m in model.modules() if isinstance(m, nn.Linear)} == {nn.Linear}
     seen = []
-    model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda m, *_: seen.append(type(m)))
+    layer = model.model.layers[0].self_attn.q_proj
+    layer.register_forward_hook(lambda m, *_: seen.append(m))
     out = dec.generate([[1, 2, 3]], 16)
     assert out.token_ids == expected
     assert out.provenance["fused"] == {"target": 6, "draft": 6}
-    assert nn.Linear not in seen
+    assert type(dec.target.view.model.model.layers[0].self_attn.q_proj) is not nn.Linear
+    assert set(seen) == {layer}  # hooks know the caller's module
     assert {type(m) for m in model.modules() if isinstance(m, nn.Linear)} == {nn.Linear}
 
 

@@ -26,11 +26,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from torch import Tensor
 
-from specdec.attention import AttentionSwitch
 from specdec.config import check_whole
 from specdec.decoder import Call, SpeculativeDecoder
 from specdec.errors import SpecdecError
 from specdec.kv_cache import RaggedCache
+from specdec.model_view import ModelView
 from specdec.prompts import encode_prompts
 from specdec.runner import EXACT_WIDTH, Runner, Shapes, to_device
 from specdec.sampling import History, Purpose, exponential, row_key, streams
@@ -302,8 +302,9 @@ class _Question:
         runner = self.decoder.target
         keep = {"logits_to_keep": 1} if runner.can_trim_logits else {}
         ids = to_device([self.known], runner.device)
-        with torch.no_grad(), AttentionSwitch(model, "eager").on():
-            logits = model(input_ids=ids, use_cache=False, **keep).logits
+        plain = ModelView(model, "eager")
+        with torch.no_grad(), plain.attending():
+            logits = plain.model(input_ids=ids, use_cache=False, **keep).logits
         return self._choice(logits[0, -1, : runner.vocab_size].float())
 
     def view(self, name: str, scores: Tensor) -> View:
