@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from specdec.config import UNSET, GenerationSettings, as_list, plain_ids
 from specdec.contract import check_processors, knows_its_row
 from specdec.costs import as_costs, costs_for
 from specdec.drafters import tree_makers
-from specdec.drafters.base import DraftContext
+from specdec.drafters.base import DraftContext, RowDrafter
 from specdec.drafters.chain import build_chain
 from specdec.drafters.length import LengthController, automatic, unlimited
 from specdec.engine import NOTHING, Engine
@@ -26,6 +27,7 @@ from specdec.result import Generation
 from specdec.rows import Row, StopRules
 from specdec.runner import Shapes
 from specdec.sampling import build_sampling, row_key
+from specdec.stats import DraftWarning, Stats, Tally
 from specdec.verification import Verifier
 
 if TYPE_CHECKING:
@@ -163,15 +165,27 @@ class Call:
         if self.rows and all(row.finish_reason == "error" for row in self.rows):
             raise SpecdecError(str(self.rows[0].error))
 
+    def warn(self, stats: Stats) -> list[str]:
+        """Say, in one warning, which strategies contributed nothing; returns what was said."""
+        names = list(stats.hardly_accepted().items())
+        said = [_of_no_use(name, tally, self._drafter(name)) for name, tally in names]
+        if said:
+            warnings.warn(" ".join(said), DraftWarning, stacklevel=4)
+        return said
+
+    def _drafter(self, label: str) -> Any:
+        chain = self.engine.chain
+        return chain.drafters[chain.labels.index(label)]
+
     def result(self) -> Generation:
         self.raise_if_failed()
-        rows = self.rows
+        rows, stats = self.rows, self.engine.stats(self.seconds, self.reads_before)
         return Generation(
             token_ids=[row.output for row in rows],
             texts=[row.text() for row in rows] if self.decoder.tokenizer is not None else None,
             finish_reasons=[str(row.finish_reason) for row in rows],
-            stats=self.engine.stats(self.seconds, self.reads_before),
-            provenance=self._provenance(),
+            stats=stats,
+            provenance={**self._provenance(), "warnings": self.warn(stats)},
             errors=[row.error for row in rows],
             logprobs=[row.logprobs for row in rows] if self.settings.output_logprobs else None,
             origins=[row.origins for row in rows],
@@ -199,6 +213,21 @@ class Call:
             "batch": self.batch,
             "lossy": self.rule.lossy,
         }
+
+
+def _of_no_use(name: str, tally: Tally, drafter: Any) -> str:
+    """What is said of a strategy whose drafts are hardly ever accepted, and what to look at."""
+    hint = (
+        "Look at the pair (one tokenizer and vocabulary, a chat template that both were trained with), at the draft "
+        "(the right checkpoint, trained, in a dtype that keeps it whole) and at the temperature; "
+        "specdec.research.monitor tells causes apart."
+    )
+    if isinstance(drafter, RowDrafter):
+        hint = 'This text repeats little: leave the strategy out, or let draft_length="auto" pass it over.'
+    return (
+        f"strategy {name!r} contributes nothing: {tally.accepted_tokens} of {tally.draft_tokens} drafted tokens were "
+        f"accepted in {tally.drafted_rounds} rounds. {hint}"
+    )
 
 
 def _fresh_seed(seed: Any) -> Any:

@@ -151,6 +151,7 @@ class SpeculativeDecoder:
                 if piece:
                     yield piece
         call.raise_if_failed()
+        call.warn(call.engine.stats(call.seconds, call.reads_before))
         rest = text.rest(row.text())
         if rest:
             yield rest
@@ -159,6 +160,7 @@ class SpeculativeDecoder:
         with call:
             for rounds in call.engine.run():
                 yield from rounds
+        call.warn(call.engine.stats(call.seconds, call.reads_before))
 
     # -- building a call -----------------------------------------------------------------------------------------
 

@@ -21,6 +21,15 @@ from typing import Any, NamedTuple
 
 from specdec.drafters.chain import Counters
 
+# Drafts are hardly ever accepted where at least 100 rounds asked for one and a drafted round accepts fewer than 0.05
+# tokens. Automatic length passes a bad strategy over: of the few rounds that drafted, at least 6, fewer than 0.15.
+LEAST_ASKED, HARDLY = 100, 0.05
+LEAST_DRAFTED, HARDLY_OF_FEW = 6, 0.15
+
+
+class DraftWarning(UserWarning):
+    """A strategy's drafts are hardly ever accepted."""
+
 
 class RoundRecord(NamedTuple):
     """One closed round of a row: the strategy that drafted (None: no draft), tokens drafted and accepted.
@@ -136,6 +145,17 @@ class Stats:
             name: Tally.of(r for row in self.rows for r in row if r.strategy == name and r.drafted > 0)
             for name in self.counters
         }
+
+    def hardly_accepted(self) -> dict[str, Tally]:
+        """The strategies whose drafts were hardly ever accepted, over enough rounds to say so (see `HARDLY`)."""
+        found = {}
+        for name, tally in self.by_strategy().items():
+            rounds = tally.drafted_rounds
+            enough = rounds + self.counters[name].n_skipped >= LEAST_ASKED and rounds >= LEAST_DRAFTED
+            bar = HARDLY if rounds >= LEAST_ASKED else HARDLY_OF_FEW
+            if enough and tally.accepted_tokens < bar * rounds:
+                found[name] = tally
+        return found
 
     def __getattr__(self, name: str) -> Any:
         """Pooled figures as attributes: `out.stats.tokens_per_round`."""

@@ -131,6 +131,8 @@ def _print(console: Console, tokenizer: Any, out: Generation) -> None:
     if out.lossy:
         made.add_row("lossy", "yes: the acceptance rule changes the law of the text")
     console.print(made)
+    for text in out.provenance["warnings"]:
+        console.print(text, style="yellow", soft_wrap=True)
     if palette:
         for one in (output.strategy_table(stats), output.position_table(stats), output.counter_table(stats)):
             console.print(one)
