@@ -15,8 +15,10 @@ import json
 import sys
 from collections import Counter
 from dataclasses import asdict
+from datetime import date
 from pathlib import Path
 
+from specdec.provenance import versions
 from specdec.research.model_sweep import model_types, sweep
 
 
@@ -32,10 +34,7 @@ def main() -> None:
     counts = Counter(row.outcome for row in rows)
     print(", ".join(f"{count} {outcome}" for outcome, count in counts.items()))
     if options.out is not None:
-        import torch
-        import transformers
-
-        made = {"versions": {"torch": torch.__version__, "transformers": transformers.__version__}}
+        made = {"date": date.today().isoformat(), "versions": versions()}
         options.out.write_text(json.dumps({**made, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
     sys.exit(1 if counts["wrong"] else 0)
 

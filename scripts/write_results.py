@@ -10,6 +10,7 @@
     python scripts/make_figures.py --keep RUNS                             # docs/figures.md, from two ablations
     python scripts/measure_auto_length.py WHAT --out results/auto_length_WHERE.json        # docs/automatic_length.md
     python scripts/measure_graphs.py --out results/graphs_h100.json        # docs/speed.md, on a GPU
+    python scripts/sweep_models.py --out results/models.json               # docs/models.md
     python scripts/write_results.py
 
 A test fails when a block is not the one that its files give.
@@ -26,6 +27,7 @@ from typing import Any
 from specdec.research.bench import report
 from specdec.research.exactness import PARTS
 from specdec.research.exactness_summary import RunRow, rows
+from specdec.research.model_sweep import models_block
 from specdec.research.ngram_report import acceptance_block, cost_block, table
 from specdec.research.plots import PLOTS, context_curve
 from specdec.research.speed_report import speed_block
@@ -52,6 +54,7 @@ LENGTH = ROOT / "docs" / "automatic_length.md"
 LENGTH_RESULTS = [ROOT / "results" / f"auto_length_{name}.json" for name in ("simulated", "cpu")]
 SPEED = ROOT / "docs" / "speed.md"
 SPEED_RESULTS = ROOT / "results" / "graphs_h100.json"
+MODELS, MODELS_RESULTS = ROOT / "docs" / "models.md", ROOT / "results" / "models.json"
 BENCHMARKS = [
     ROOT / "results" / f"bench_{name}.json" for name in ("h100", "h100_all", "cpu", "batches")
 ]  # fmt: skip
@@ -316,6 +319,8 @@ def documents() -> dict[Path, str]:
     made[SPEED] = "Not measured yet."
     if SPEED_RESULTS.is_file():
         made[SPEED] = speed_block(json.loads(SPEED_RESULTS.read_text(encoding="utf-8")))
+    if MODELS_RESULTS.is_file():
+        made[MODELS] = models_block(json.loads(MODELS_RESULTS.read_text(encoding="utf-8")))
     ngram = [(ROOT / "results" / name, make) for name, make in NGRAM_BLOCKS.items()]
     measured = [make(json.loads(path.read_text(encoding="utf-8"))) for path, make in ngram if path.is_file()]
     made[NGRAM] = "\n\n".join(measured) or "Not measured yet."

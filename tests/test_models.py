@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 
-from specdec.research.model_sweep import EQUAL, Found, try_type
+from specdec.research.model_sweep import EQUAL, NOT_BUILT, REFUSED, Found, model_types, models_block, sweep, try_type
 
 # Layers that take keys and values from others, that differ in heads or widths, that run several times.
 SHARED = ("gemma3n_text", "gemma4_text", "gemma4_unified_text")
@@ -12,6 +14,42 @@ UNEVEN = ("jetmoe", "laguna", "mimo_v2_flash")
 REPEATED = ("dory",)
 
 
-@pytest.mark.parametrize("kind", [*SHARED, *UNEVEN, *REPEATED])
-def test_uneven_layers_give_the_texts_of_generate(kind: str) -> None:
+@pytest.mark.parametrize("kind", SHARED)
+def test_layers_that_share_keys_and_values_give_the_texts_of_generate(kind: str) -> None:
     assert try_type(kind) == Found(kind, EQUAL)
+
+
+@pytest.mark.parametrize("kind", [*UNEVEN, *REPEATED])
+def test_uneven_layers_give_the_texts_of_generate(kind: str) -> None:
+    assert try_type(kind, quick=True) == Found(kind, EQUAL)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"), [("deepseek_v32", "keys and values"), ("zaya", "recurrent"), ("roberta", "encoder")]
+)
+def test_what_cannot_work_is_refused_in_words(kind: str, why: str) -> None:
+    found = try_type(kind)
+    assert found.outcome == REFUSED
+    assert why in found.reason
+
+
+def test_the_table_holds_every_outcome() -> None:
+    rows = [
+        Found("a", EQUAL),
+        Found("b", REFUSED, "target (b) is not supported: it takes no cache; a pass over it fails (torch (says) so)"),
+        Found("c", REFUSED, "target (cc) is not supported: it takes no cache; a pass over it differs (by 3)"),
+        Found("d", NOT_BUILT, "ValueError: no"),
+    ]
+    versions = {"transformers": "5", "torch": "2", "specdec": "0"}
+    block = models_block({"date": "today", "versions": versions, "rows": [asdict(row) for row in rows]})
+    assert "of 4 types" in block
+    assert "| refused: is not supported: it takes no cache | `b`, `c` |" in block
+    assert "| not built: ValueError: no | `d` |" in block
+
+
+@pytest.mark.full
+def test_every_type_is_equal_or_refused_in_words() -> None:
+    for found in sweep(model_types(), quick=True):
+        assert found.outcome in (EQUAL, REFUSED, NOT_BUILT), found
+        if found.outcome == REFUSED:
+            assert found.reason.startswith("target ("), found

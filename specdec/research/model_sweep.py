@@ -7,6 +7,7 @@ tried without a change here, as long as it names its sizes as others do.
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from specdec.texts import first_line
 
 VOCAB, LAYERS, CONTEXT = 96, 4, 128
 EQUAL, REFUSED, WRONG, NOT_BUILT = "equal", "refused", "wrong", "not built"
-NEW_TOKENS = 16
+NEW_TOKENS = 12
 
 _BY_SIZE: list[tuple[int, str]] = [
     (VOCAB, "vocab_size vocab_size_per_layer_input decoder_vocab_size unpadded_vocab_size"),
@@ -190,26 +191,33 @@ def tiny_model(config: Any, seed: int = 0) -> Any:
     return model
 
 
-def sweep(types: Iterable[str]) -> Iterator[Found]:
-    """Try the types one after another."""
+def sweep(types: Iterable[str], quick: bool = False) -> Iterator[Found]:
+    """Try the types one after another; quick: one way of decoding each."""
     for model_type in types:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            yield try_type(model_type)
+            yield try_type(model_type, quick)
 
 
-def try_type(model_type: str) -> Found:
+def try_type(model_type: str, quick: bool = False) -> Found:
     """Build a tiny model of a type and compare."""
+    model = None
     try:
         config = tiny_config(model_type)
         model = tiny_model(config)
-        wanted = [generated(model, prompt) for prompt in prompts()]
-    except Exception as error:  # whatever transformers trips over
-        return Found(model_type, NOT_BUILT, f"{type(error).__name__}: {first_line(error)}")
-    try:
-        wrong = differing(model, wanted)
+        decoder = SpeculativeDecoder(model, disturbed(model))
     except SpecdecError as error:
         return Found(model_type, REFUSED, str(error))
+    except Exception as error:
+        if model is None:  # whatever transformers trips over
+            return Found(model_type, NOT_BUILT, f"{type(error).__name__}: {first_line(error)}")
+        return Found(model_type, WRONG, f"{type(error).__name__}: {first_line(error)}")
+    try:
+        wanted = [generated(model, prompt) for prompt in prompts()]
+    except Exception as error:
+        return Found(model_type, NOT_BUILT, f"{type(error).__name__}: {first_line(error)}")
+    try:
+        wrong = list(differing(decoder, wanted, quick))
     except Exception as error:
         return Found(model_type, WRONG, f"{type(error).__name__}: {first_line(error)}")
     return Found(model_type, WRONG, f"other text: {', '.join(wrong)}") if wrong else Found(model_type, EQUAL)
@@ -229,21 +237,58 @@ def generated(model: Any, prompt: list[int]) -> list[int]:
     return out[0, len(prompt) :].tolist()
 
 
-def differing(model: Any, wanted: list[list[int]]) -> list[str]:
-    """In what specdec's texts are not `wanted`: names of the ways of decoding."""
-    draft = copy.deepcopy(model)
+def disturbed(model: Any) -> Any:
+    """A copy with noise in its weights, as a draft model."""
+    draft, generator = copy.deepcopy(model), torch.Generator().manual_seed(2)
     with torch.no_grad():
-        generator = torch.Generator().manual_seed(2)
         for parameter in draft.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02)
-    decoder = SpeculativeDecoder(model, draft)
+    return draft
+
+
+def differing(decoder: SpeculativeDecoder, wanted: list[list[int]], quick: bool) -> Iterator[str]:
+    """In what specdec's texts are not `wanted`: names of the ways of decoding."""
     chain, tree = DraftModel(n_max=4), DraftModel(tree=[2, 2, 1])
-    ways = {"plain": [], "chain": [chain], "tree": [tree]}
-    wrong = []
+    if decoder.target.tree_fault is not None:
+        yield "no trees"
+        tree = chain
+    ways: dict[str, list[Any]] = {"tree": [tree]} if quick else {"tree": [tree], "plain": [], "chain": [chain]}
     for name, strategies in ways.items():
-        texts = decoder.generate(prompts(), NEW_TOKENS, strategies=strategies).token_ids
-        wrong += [name] if texts != wanted else []
-    for _ in range(2):
-        kept = decoder.generate(prompts()[::-1], NEW_TOKENS, strategies=[chain], batch_size=1, keep_state=True)
-        wrong += ["keep_state"] if kept.token_ids != wanted[::-1] else []
-    return list(dict.fromkeys(wrong))
+        if decoder.generate(prompts(), NEW_TOKENS, strategies=strategies).token_ids != wanted:
+            yield name
+    for n, prompt in enumerate([] if quick else prompts()[::-1]):  # the second call finds what the first has kept
+        kept = decoder.generate(prompt, NEW_TOKENS, strategies=[chain], keep_state=True)
+        if kept.token_ids != [wanted[1 - n]]:
+            yield "keep_state"
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+def models_block(result: dict[str, Any]) -> str:
+    """The Markdown of docs/models.md: what became of every type."""
+    rows, versions = [Found(**row) for row in result["rows"]], result["versions"]
+    kinds = {outcome: [row for row in rows if row.outcome == outcome] for outcome in (EQUAL, REFUSED, NOT_BUILT, WRONG)}
+    head = (
+        f"Made by `scripts/sweep_models.py` on {result['date']} with transformers {versions['transformers']}, torch "
+        f"{versions['torch']}, specdec {versions['specdec']}: of {len(rows)} types, tiny and with random weights, "
+        f"{len(kinds[EQUAL])} give the greedy text of `model.generate` in float32 (plain, with chains and with trees, "
+        f"with shared and with kept beginnings), {len(kinds[REFUSED])} are refused, {len(kinds[WRONG])} are wrong; of "
+        f"{len(kinds[NOT_BUILT])} transformers cannot build or run a model of this size."
+    )
+    lines = [head, "", "| what becomes of it | types |", "|---|---|", f"| equal | {_types(kinds[EQUAL])} |"]
+    for outcome in (WRONG, REFUSED, NOT_BUILT):
+        reasons = dict.fromkeys(_general(row) for row in kinds[outcome])
+        for reason in sorted(reasons, key=lambda r: -sum(_general(row) == r for row in kinds[outcome])):
+            lines.append(f"| {outcome}: {reason} | {_types([r for r in kinds[outcome] if _general(r) == reason])} |")
+    return "\n".join(lines)
+
+
+def _types(rows: Iterable[Found]) -> str:
+    return ", ".join(f"`{row.model_type}`" for row in rows)
+
+
+def _general(row: Found) -> str:
+    """A reason without the type's name, the figures, and what torch or transformers said."""
+    reason = re.sub(r"^target \([^)]*\) ", "", row.reason).split("; a pass over")[0]
+    return re.sub(r" \([^()]*(\([^()]*\)[^()]*)*\)$", "", reason).replace("|", "\\|")
