@@ -254,3 +254,21 @@ def test_dtypes_that_go_together_work() -> None:
 def test_a_model_of_several_stacks_is_refused() -> None:
     with pytest.raises(SpecdecError, match=r"blt.*num_hidden_layers"):
         check_model_kind(transformers.BltConfig(), "target")
+
+
+@pytest.mark.parametrize("how", ["torch.compile", "compile()", "layers", "layers in place"])
+def test_models_that_are_compiled_already_work(how: str) -> None:
+    model = copy.deepcopy(tiny_model("llama"))
+    layers = model.model.layers
+    if how == "torch.compile":
+        model = torch.compile(model, backend="eager")
+    elif how == "compile()":
+        model.compile(backend="eager")
+    for i, layer in enumerate(layers if how.startswith("layers") else ()):
+        if how == "layers":
+            layers[i] = torch.compile(layer, backend="eager")
+        else:
+            layer.compile(backend="eager")
+    prompt = [1, 2, 3, 4]
+    out = specdec.SpeculativeDecoder(model).generate([prompt, [5, 6]], 8)
+    assert out.token_ids[0] == oracle_greedy(tiny_model("llama"), prompt, 8)
