@@ -28,6 +28,10 @@ class Buffers:
             elif _are_tensors(value):
                 yield from value
 
+    def signature(self) -> tuple[Any, ...]:
+        """What `refill` needs to be the same: every tensor's shape and dtype, where there is none, and fixed fields."""
+        return tuple([_signed(getattr(self, name)) for name in self.__dataclass_fields__])
+
     def copies(self: B) -> B:
         """The same values in tensors of their own."""
         made = object.__new__(type(self))
@@ -35,13 +39,21 @@ class Buffers:
         return made
 
     def refill(self: B, new: B) -> None:
-        """Take over the values of another of the same shapes, in place."""
+        """Take over the values of another of the same signature, in place."""
         for mine, theirs in zip(self.tensors(), new.tensors(), strict=True):
             mine.copy_(theirs, non_blocking=mine.is_cuda)
 
 
 def _are_tensors(value: Any) -> bool:
     return isinstance(value, tuple) and bool(value) and isinstance(value[0], Tensor)
+
+
+def _signed(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype
+    if isinstance(value, Buffers):
+        return value.signature()
+    return tuple([(v.shape, v.dtype) for v in value]) if _are_tensors(value) else value
 
 
 def _copied(value: Any) -> Any:

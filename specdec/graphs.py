@@ -2,14 +2,15 @@
 
 A pass of a model is hundreds of small kernels; launched one by one from Python they take longer than the GPU takes to
 run them. A graph replays them with one launch. It is fixed in everything but the contents of its inputs: shapes, the
-K/V length, the rows, and every address, those of weights and cache included. So a graph is made per key, lives with
-the cache that it writes to (`RaggedCache.graphs`), is dropped when the model's weights have moved, and reads its
-inputs from buffers of its own that are refilled before each replay.
+K/V length, the rows, and every address, those of weights and cache included. So a graph is made per key and per
+signature of its inputs (`Buffers.signature`), lives with the cache that it writes to (`RaggedCache.graphs`), is dropped
+when the model's weights have moved, and reads its inputs from buffers of its own that are refilled before each replay.
 
 What is recorded is a *program*: a function from `Buffers` to `Buffers` that computes on the device alone and is fully
-described by its key. One pass of a model is a program (`PassKey`); so are a pass with the acceptance behind it
-(verification.py) and all the draft steps of a round (drafters/draft_model.py). A program that cannot be recorded runs
-as it is, and the passes in it are recorded one by one.
+described by its key and that signature; so no key names a shape of its inputs, and none can forget one. One pass of a
+model is a program (`PassKey`); so are a pass with the acceptance behind it (verification.py) and all the draft steps of
+a round (drafters/draft_model.py). A program that cannot be recorded runs as it is, and the passes in it are recorded
+one by one.
 
 Recording is behind the small `Recorder` protocol, so that everything else here runs, and is tested, without a GPU.
 """
@@ -105,7 +106,7 @@ class PassResult(Buffers):
 
 
 class Key(Protocol):
-    """A named tuple: everything that a program depends on beside its inputs."""
+    """A named tuple: everything that a program depends on beside its inputs and their signature."""
 
     @property
     def passes(self) -> int:
@@ -222,14 +223,15 @@ class Graphs:
         self.busy = False
 
     def run(self, known: dict[Hashable, Any], key: Key, inputs: I, compute: Callable[[I], R]) -> R:
-        """Replay the program of `key` in `known`, the cache's own; record it first where it is new. A rare one is
-        computed the first time: most of them never come again."""
+        """Replay the program of `key` for inputs of this signature in `known`, the cache's own; record it first where
+        it is new. A rare one is computed the first time: most of them never come again."""
         kind = type(key).__name__
         if self.busy or kind in self.failures:
             return compute(inputs)
-        program: Recorded[I, R] | None = known.get((kind, key))
-        if program is None and key.rare and ((kind, key) not in known or _rare(known) >= RARE_LIMIT):
-            known[kind, key] = None
+        place = (kind, inputs.signature()), key
+        program: Recorded[I, R] | None = known.get(place)
+        if program is None and key.rare and (place not in known or _rare(known) >= RARE_LIMIT):
+            known[place] = None
             return compute(inputs)
         if program is None:
             started = time.perf_counter()
@@ -239,7 +241,7 @@ class Graphs:
             self.seconds += time.perf_counter() - started
             if program is None:
                 return compute(inputs)
-            known[kind, key] = program
+            known[place] = program
         return program(inputs)
 
     def _record(self, kind: str, inputs: I, compute: Callable[[I], R]) -> Recorded[I, R] | None:

@@ -158,6 +158,11 @@ def tree_pass(
     )
 
 
+def siblings(shapes: Sequence[Shape]) -> int:
+    """Most children that a column of any tree has."""
+    return max(shape.children.shape[1] for shape in shapes)
+
+
 @dataclass(frozen=True)
 class TreeLayout(Buffers):
     """What acceptance knows of the rows' trees, on the device: S columns a row, as fed.
@@ -173,11 +178,12 @@ class TreeLayout(Buffers):
     levels: int
 
     @staticmethod
-    def of(shapes: Sequence[Shape], width: int, device: torch.device) -> TreeLayout:
-        """The layout of a pass of `width` columns; a row without a draft has the tree of no nodes."""
+    def of(shapes: Sequence[Shape], width: int, device: torch.device, most: int = 0) -> TreeLayout:
+        """The layout of a pass of `width` columns with room for `most` children of a column, or as many as there are; a
+        row without a draft has the tree of no nodes."""
         kinds = {key: i for i, key in enumerate(dict.fromkeys(map(id, shapes)))}
         of_row = [kinds[id(shape)] for shape in shapes]
-        most = max(shape.children.shape[1] for shape in shapes)
+        most = max(most, siblings(shapes))
         depths = np.zeros((len(kinds), width), dtype=np.int64)
         children = np.zeros((len(kinds), width, most), dtype=np.int64)
         tested_at = np.zeros((len(kinds), width), dtype=np.int64)

@@ -31,7 +31,17 @@ from specdec.reader import Arriving, Form, HostReader, Packed
 from specdec.rows import Row
 from specdec.runner import PassOutput, Runner, Shapes
 from specdec.sampling import History, Sampling
-from specdec.trees import Parents, Shape, TreeLayout, TreePass, array_on, chain_parents, shape_of, tree_pass
+from specdec.trees import (
+    Parents,
+    Shape,
+    TreeLayout,
+    TreePass,
+    array_on,
+    chain_parents,
+    shape_of,
+    siblings,
+    tree_pass,
+)
 
 # Columns of `VerifyInputs.table`; the drafts follow.
 STARTS, COUNTS, LAST, KEYS, POSITIONS, DONE, TOTALS, CLAIMS, DRAFT = range(9)
@@ -56,16 +66,14 @@ class Facts:
 
 
 class VerifyKey(NamedTuple):
-    """What is fixed in a program: the pass, the rule and the scores' pipeline, how many levels the trees have (0 = no
-    tree), whether any or all drafts claim a q, and what is recorded."""
+    """What is fixed in a program: the pass, the rule and the scores' pipeline, whether all drafts claim a q, and what
+    is recorded."""
 
     given: PassKey
     limit: int
     vocab_size: int
     rule: AcceptanceRule
     sampling: Any
-    levels: int
-    claims: bool
     all_claim: bool
     recorded: tuple[bool, int, bool]
 
@@ -146,7 +154,7 @@ class Verifier:
         trees, tree, layout = self._trees(drafts), None, None
         if trees is not None:
             tree = tree_pass(trees, [range(count) for count in counts], width, starts, device)
-            layout = TreeLayout.of(trees, width, device)
+            layout = TreeLayout.of(trees, width, device, self._rounded(siblings(trees)))
         claims = self._claims(drafts)
         table = self._table(active, drafts, starts, counts, claims, width)
         reach = max(s + (c if tree is None else tree.region) for s, c in zip(starts, counts, strict=True))
@@ -154,8 +162,8 @@ class Verifier:
         q = self._laws(claims, width)
         all_claim = q is not None and len(claims) == sum(len(d) > 0 for d in drafts.values())
         key = VerifyKey(
-            given, limit, self.vocab_size, self.rule, self.sampling.signature, layout.levels if layout else 0,
-            q is not None, all_claim, (self.record, self.top, self.logprobs),
+            given, limit, self.vocab_size, self.rule, self.sampling.signature, all_claim,
+            (self.record, self.top, self.logprobs),
         )  # fmt: skip
         inputs = VerifyInputs(table, q, tree, layout)
         self.passes += 1
@@ -199,6 +207,10 @@ class Verifier:
             chain = chain_parents(min(len(draft), limit))
             parents[b] = chain if draft.parents is None else tuple(draft.parents)
         return [shape_of(p) for p in parents]
+
+    def _rounded(self, size: int) -> int:
+        """A size of the pass's trees; where passes are recorded one of a short list, so that few are."""
+        return size if self.cache.graphs is None else self.shapes.width(size)
 
     def _table(
         self, active: Sequence[tuple[int, Row]], drafts: Mapping[int, Draft], starts: Sequence[int],
@@ -275,7 +287,7 @@ def verify(
         texts.fed = fed
     # Compiled only where it computes nothing with the scores but to compare them: sums would round differently.
     lossless = key.rule.recordable and not key.rule.lossy
-    compares = sampling.greedy and lossless and key.recorded == NOTHING and key.levels == 0
+    compares = sampling.greedy and lossless and key.recorded == NOTHING and inputs.layout is None
     judged = runner.part(_judged) if compares and texts is None else _judged
     flat, names, forms = judged(
         out.logits, inputs.table, draft, outside, inputs.q, inputs.layout, key, sampling, texts
@@ -302,7 +314,7 @@ def _judged(
     block = Block(
         scores=sampling.scores(logits[..., : key.vocab_size], texts), draft=draft,
         lengths=totals.clamp(max=key.limit), final=totals < key.limit, keys=numbers[KEYS],
-        positions=numbers[POSITIONS], sampling=sampling, q=q, has_q=numbers[CLAIMS] > 0 if key.claims else None,
+        positions=numbers[POSITIONS], sampling=sampling, q=q, has_q=None if q is None else numbers[CLAIMS] > 0,
         all_claim=key.all_claim, totals=totals, tree=layout, done=numbers[DONE], outside=outside,
     )  # fmt: skip
     wanted = _wanted(block, judge(block, key.rule), key)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 
 import pytest
 import torch
 
 import specdec
 from specdec.acceptance import MATCH, AcceptanceRule, Block
+from specdec.graphs import MODES
 from specdec.research.equality import content_dependence
 from specdec.research.inflate import coarsen, inflate
 from specdec.runner import Runner
+from tests.helpers.options import STRATEGIES, Outcome
 from tests.helpers.recording import replayed
 from tests.helpers.tiny import tiny_model
 
@@ -23,6 +26,17 @@ PROMPTS = [
     "import os\nimport sys\n",
     "class Node:\n    def __init__(",
 ]
+
+
+EIGHT = [
+    *PROMPTS,
+    "for i in range(10):\n    print(i)\n" * 4,
+    "x = [1, 2, 3]\ny = [1, 2, 3]\nz = [1, 2,",
+    "#",
+    "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return a",
+    "try:\n    value = int(text)\nexcept ValueError:\n",
+]
+DEVICE, NEW_TOKENS = "cuda", 16
 
 
 @pytest.fixture(scope="module", params=["off", "graph"])
@@ -60,6 +74,44 @@ def test_a_round_waits_for_the_device_once(
     out = decoder.generate(PROMPTS, max_new_tokens=24, ignore_eos=True, **options)
     assert out.stats.host_reads == out.stats.verify_passes
     assert [len(row) for row in out.token_ids] == [24] * 3
+
+
+@pytest.fixture(scope="module")
+def outcome() -> Callable[[str, str, str], Outcome]:
+    """(mode, strategy, call) -> what 8 prompts come to, on the embedded pair in float32. All modes have the same models
+    and one decoder each; no call is made twice."""
+    pair = specdec.load_pair(
+        "demo-target", "demo-draft", device=DEVICE, draft_device=DEVICE, dtype="float32", draft_dtype="float32"
+    )
+
+    @cache
+    def decoder(mode: str) -> specdec.SpeculativeDecoder:
+        models = pair.target, pair.draft, pair.tokenizer, pair.draft_tokenizer
+        return specdec.SpeculativeDecoder(*models, compile=mode, check=False)
+
+    @cache
+    def made(mode: str, name: str, call: str) -> Outcome:
+        return Outcome(decoder(mode), EIGHT, name, call, max_new_tokens=NEW_TOKENS)
+
+    return made
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_options_give_the_eager_outcome(outcome: Callable[[str, str, str], Outcome], name: str, mode: str) -> None:
+    """Graphs replay the eager kernels, so that they draft the same as well; compiled ones round differently, and a
+    draft may then prefer another of two tokens that are about as likely."""
+    for call in ("greedy", "sampled") if mode in ("off", "graph") else ("greedy",):
+        found, eager = outcome(mode, name, call), outcome("off", name, call)
+        assert found.token_ids == eager.token_ids
+        assert found.finish_reasons == eager.finish_reasons
+        for report in found.compile.values():
+            assert report["mode"] == mode
+            assert "failure" not in report
+        if mode == "graph":
+            assert found.counts == eager.counts
+        if call == "greedy":
+            assert found.token_ids == outcome("off", "plain", call).token_ids
 
 
 @pytest.mark.parametrize("devices", [("cuda", "cpu"), ("cpu", "cuda")])

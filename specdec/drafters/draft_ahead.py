@@ -30,10 +30,9 @@ SIZE, STREAM, DRAFTED = range(3)
 
 
 class AheadKey(NamedTuple):
-    """What is fixed in such a program; `before`: tokens of the drafts that are being judged."""
+    """What is fixed in such a program: the draft that it makes."""
 
     steps: StepsKey
-    before: int
 
     @property
     def passes(self) -> int:
@@ -93,7 +92,7 @@ def go_ahead(
         table = core.runner.part(_caught_up)(given.table, given.draft, given.accepted, given.token, steps.first.width)
         return core.steps(steps, sampling, StepInputs(table), None, requests)
 
-    proposal = core.runner.run(core.cache, AheadKey(steps, judged.shape[1]), inputs, program)
+    proposal = core.runner.run(core.cache, AheadKey(steps), inputs, program)
     return Ahead(proposal, {r.row: len(r.tokens) + 1 for r in requests})
 
 
