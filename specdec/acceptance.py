@@ -83,6 +83,7 @@ class Block:
     tree: TreeLayout | None = None
     done: Tensor | None = None
     outside: Tensor | None = None  # [B, S]: where an id that the target lacks was drafted; `draft` is 0 there
+    missing: Tensor | None = None  # [B, S]: nodes of trees that do not exist; `draft` is 0 there
 
     @Once
     def p(self) -> Tensor:
@@ -253,7 +254,10 @@ def children_of(block: Block, column: Tensor) -> Iterator[tuple[Tensor, Tensor, 
     assert block.tree is not None
     for child in _pick(block.tree.children, column).unbind(dim=1):
         node = (child - 1).clamp(min=0)
-        yield child, node, (child > 0) & (node < block.lengths)
+        exists = (child > 0) & (node < block.lengths)
+        if block.missing is not None:
+            exists = exists & ~_pick(block.missing, node)
+        yield child, node, exists
 
 
 def _leviathan_stands(block: Block) -> Tensor:

@@ -41,7 +41,7 @@ from specdec.rows import Row
 from specdec.runner import to_device
 from specdec.sampling import fold_int
 from specdec.stats import Stats, Times
-from specdec.trees import moves, shape_of
+from specdec.trees import MISSING, moves, shape_of
 from specdec.verification import Facts, Verified, Verifier
 
 NOTHING = np.zeros(0, dtype=np.int64)  # the text of a slot that holds no row worth keeping
@@ -230,7 +230,8 @@ class Engine:
             path = list(range(accepted)) if facts.path is None else facts.path[b][:accepted]
             tokens = [facts.draft[b][n] for n in path] + ([] if goes_on or failed else [facts.token[b]])
             origins: list[str | None] = [row.strategy] * accepted + [None] * (len(tokens) - accepted)
-            self._count(b, row, facts.totals[b], path)
+            row.missing = {n for n in range(tested) if facts.draft[b][n] == MISSING}
+            self._count(b, row, facts.totals[b] - len(row.missing), path)
             taken = row.take(tokens, facts.logprobs[b] if facts.logprobs else None, origins)
             self._advance(row, tokens[:taken])
             bonus = tokens[-1] if taken > accepted else None
@@ -279,7 +280,7 @@ class Engine:
         parents = None
         if draft.parents is not None:
             shape = shape_of(tuple(draft.parents))
-            nodes = nodes if bonus is not None else shape.nodes(len(path))
+            nodes = [n for n in (nodes if bonus is not None else shape.nodes(len(path))) if n not in row.missing]
             place = {-1: -1} | {node: i for i, node in enumerate(nodes)}
             parents, path = [place[draft.parents[n]] for n in nodes], [place[n] for n in path]
         assert facts.p is not None and facts.q is not None

@@ -63,13 +63,14 @@ class Row:
     known: Tensor | None = None  # the ids on the device, for text-reading processors
     alone: bool = True  # whether the prompt was computed in passes of its own
     # The open round: what is left of its draft, the row's size when it began, and what it has drafted and accepted so
-    # far; of a tree, which nodes.
+    # far; of a tree, which nodes, and which do not exist.
     pending: Draft | None = None
     begun: int = 0
     strategy: str | None = None
     drafted: int = 0
     accepted: int = 0
     path: Sequence[int] = ()
+    missing: set[int] = field(default_factory=set)
     rounds: int = 0  # rounds opened, the counter that makes draft noise fresh
 
     def __post_init__(self) -> None:
@@ -158,7 +159,7 @@ class Row:
             shape = shape_of(tuple(self.pending.parents))
             levels = shape.levels if own else self.accepted
             exhausted = own and shape.is_leaf(self.path[-1] + 1 if self.path else 0)
-            self.drafted = self.drafted if own else len(shape.nodes(levels))
+            self.drafted = self.drafted if own else len(set(shape.nodes(levels)) - self.missing)
         elif not own:
             self.drafted = self.accepted
         if emitted > 0:

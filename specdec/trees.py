@@ -27,6 +27,8 @@ from specdec.device import sent
 from specdec.errors import SpecdecError
 
 Parents = tuple[int, ...]
+# In place of a token: a node that its parent's law had no token for; what is below it is missing as well.
+MISSING = -(1 << 40)
 Columns = range | tuple[int, ...]
 
 

@@ -32,6 +32,7 @@ from specdec.rows import Row
 from specdec.runner import PassOutput, Runner, Shapes
 from specdec.sampling import History, Sampling
 from specdec.trees import (
+    MISSING,
     Parents,
     Shape,
     TreeLayout,
@@ -56,7 +57,7 @@ class Facts:
     token: list[int]
     failed: list[int]
     totals: list[int]  # proposed tokens of the whole draft
-    draft: list[list[int]]
+    draft: list[list[int]]  # MISSING: a node of a tree that does not exist
     unsound: list[int]
     path: list[list[int]] | None = None  # of a pass with trees: the nodes that stand
     logprobs: list[list[float]] | None = None
@@ -311,11 +312,13 @@ def _judged(
     """From the pass's logits to what the host will read: `Packed`, in parts, and the names of what is in it."""
     numbers = table[:, :DRAFT].T
     totals = numbers[TOTALS]
+    missing = None if layout is None else table[:, DRAFT:] == MISSING
     block = Block(
         scores=sampling.scores(logits[..., : key.vocab_size], texts), draft=draft,
         lengths=totals.clamp(max=key.limit), final=totals < key.limit, keys=numbers[KEYS],
         positions=numbers[POSITIONS], sampling=sampling, q=q, has_q=None if q is None else numbers[CLAIMS] > 0,
-        all_claim=key.all_claim, totals=totals, tree=layout, done=numbers[DONE], outside=outside,
+        all_claim=key.all_claim, totals=totals, tree=layout, done=numbers[DONE],
+        outside=outside if missing is None else outside & ~missing, missing=missing,
     )  # fmt: skip
     wanted = _wanted(block, judge(block, key.rule), key)
     packed = Packed.of(list(wanted.values()))
@@ -328,7 +331,8 @@ def _wanted(block: Block, verdict: Verdict, key: VerifyKey) -> dict[str, Tensor]
     assert verdict.unsound is not None
     wanted = {
         "accepted": verdict.accepted, "token": verdict.token, "failed": verdict.failed, "totals": block.totals,
-        "draft": block.draft, "unsound": verdict.unsound,
+        "draft": block.draft if block.missing is None else block.draft.masked_fill(block.missing, MISSING),
+        "unsound": verdict.unsound,
     }  # fmt: skip
     rows = torch.arange(len(block.draft), device=block.draft.device)[:, None]
     if verdict.path is not None:

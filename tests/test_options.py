@@ -67,6 +67,7 @@ def test_options_give_the_eager_outcome_when_recorded(
     compare(decoders, name, "sampled", 6)
     if name in TREES:
         compare(decoders, name, "greedy", 6)
+        compare(decoders, name, "one-hot", 6)
 
 
 @pytest.mark.full

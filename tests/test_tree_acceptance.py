@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from specdec import theory
 from specdec.acceptance import COUPLED, LEVIATHAN, MATCH, AcceptanceRule, Block, judge
-from specdec.drafters.draft_tree import plan_parents
+from specdec.drafters.draft_tree import LEAST, draw_siblings, plan_parents
 from specdec.errors import SpecdecError
 from specdec.sampling import Purpose, Sampling, exponential, fold, race, streams, uniform
 from specdec.trees import Parents, TreeLayout, chain_parents, shape_of
@@ -204,14 +204,52 @@ def test_three_tokens_after_a_tree_follow_the_targets_law(
     assert 0.3 < float(verdict.accepted.float().mean()) < 2.9
 
 
-@pytest.mark.fast(1)
-@pytest.mark.parametrize("cuts", [(3, 0), (0, 4), (3, 4), (4, 3)], ids=str)
-def test_laws_that_were_cut_follow_the_targets_law_also_where_the_draft_has_too_few_tokens(cuts: Any) -> None:
-    """Tokens without probability in p, in q (4 of 6: two tokens for three siblings), or in both."""
-    target, source = Language.random(1, V, cut=cuts[0]), Language.random(2, V, cut=cuts[1])
-    cells, _ = sample(target, source, plan_parents((3, 2)), LEVIATHAN, SAMPLES)
+CUTS = [(3, 0), (0, 4), (3, 4), (4, 3), (0, 5), (4, 5)]
+
+
+@pytest.mark.fast(2, 6)
+@pytest.mark.parametrize(
+    ("cuts", "faint"), [*((c, 0.0) for c in CUTS), ((0, 4), 1e-37), ((0, 4), 1e-41), ((4, 5), 1e-30), ((0, 5), 1e-38)]
+)
+def test_laws_that_were_cut_follow_the_targets_law_also_where_the_draft_has_too_few_tokens(
+    cuts: Any, faint: float
+) -> None:
+    """Tokens without probability in p, in q (4 of 6: two tokens for three siblings; 5: one), or in both, and tokens
+    whose probability is so small that float32 hardly holds it, or less."""
+    target, source = (Language.random(i + 1, V, cut=cut, faint=faint) for i, cut in enumerate(cuts))
+    cells, verdict = sample(target, source, plan_parents((3, 2)), LEVIATHAN, SAMPLES // 2)
     result = fit(cells, target.three_tokens())
     assert result.holds, str(result)
+    assert verdict.unsound is not None
+    assert not verdict.unsound.any()
+
+
+@pytest.mark.parametrize("cut", [2, 4, 5])
+def test_siblings_that_fill_up_where_nothing_is_left_to_draw_are_rejected(cut: int) -> None:
+    """The twin that claims a law for them: it is seen wherever the law has fewer tokens than the plan has siblings."""
+    cells, _ = sample(
+        TARGET, Language.random(2, V, cut=cut), plan_parents((5, 1)), LEVIATHAN, CONTROL_SAMPLES, "fills-up"
+    )  # fmt: skip
+    assert not fit(cells, TARGET.three_tokens()).holds
+
+
+@pytest.mark.parametrize(
+    "q", [[0.6, 0.3, 0.1, 0, 0], [1.0, 1e-38, 1e-41, 0, 0], [0, 0, 1.0, 0, 0], [0.5, 0.5, 1e-30, 2e-35, 1e-42]], ids=str
+)
+def test_siblings_are_drawn_without_replacement_until_nothing_is_left(q: list[float]) -> None:
+    law, n = torch.tensor(q), 20_000
+    tokens, laws = draw_siblings(law.expand(n, -1), fold(torch.full((n,), 5), torch.arange(n)), 7)
+    assert tokens.shape == (n, 7)
+    exists = laws.amax(dim=-1) > 0
+    assert (exists.sum(dim=1) == sum(x >= LEAST for x in q)).all()
+    assert (laws.sum(dim=-1) - exists.float()).abs().max() < 1e-5
+    assert (laws.gather(2, tokens[..., None])[..., 0] > 0)[exists].all()
+    likely = law.double().clamp(min=0) / law.double().sum()
+    pair = likely[:, None] * likely[None] / (1 - likely[:, None]).clamp(min=1e-300)
+    pair = pair.fill_diagonal_(0.0)
+    if exists[:, :2].all() and sum(x > 1e-20 for x in q) > 1:
+        cells = tokens[:, 0] * 5 + tokens[:, 1]
+        assert fit(cells.numpy(), (pair / pair.sum()).reshape(-1).numpy()).holds
 
 
 def test_a_tree_drawn_from_the_targets_own_law_always_stands_and_follows_it() -> None:

@@ -12,6 +12,7 @@ import torch
 
 from specdec import Draft, DraftModel, DraftRequest, PromptLookup, SpecdecError, SpeculativeDecoder
 from specdec.drafters.draft_tree import parse_plan, plan_parents
+from specdec.research.trace import record
 from specdec.runner import Runner, Shapes
 from specdec.stats import RoundRecord, Tally
 from specdec.trees import shape_of, tree_pass
@@ -148,6 +149,7 @@ LOSSLESS: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "leviathan, top_p": ("leviathan", DraftModel(tree=[4, 1]), {"top_p": 0.85}),
     "leviathan, penalty": ("leviathan", DraftModel(tree=[2, 1]), {"repetition_penalty": 1.8}),
     "leviathan, branching": ("leviathan", DraftModel(branches=3, p_split=0.15, p_min=0.15, n_max=2), {}),
+    "leviathan, fewer tokens than children": ("leviathan", DraftModel(tree=[4, 2]), {"top_k": 2}),
     "coupled": ("coupled", DraftModel(tree=[4, 2]), {}),
 }
 
@@ -271,6 +273,84 @@ def test_a_malformed_tree_is_refused_by_name(parents: list[int], message: str) -
 
     with pytest.raises(SpecdecError, match=f"'random-trees'.*{message}"):
         SpeculativeDecoder(tiny_model("llama"), check=False).generate([1, 2], max_new_tokens=4, strategies=[Bad([])])
+
+
+def cycle(n: int) -> Any:
+    """prefix_allowed_tokens_fn: `n` tokens may follow, which ones depends on the newest and on the row."""
+    return lambda row, ids: [(int(ids[-1]) * 7 + 3 * row + i) % 13 for i in range(n)]
+
+
+# name -> (options, most tokens that they leave possible)
+NARROW: dict[str, tuple[dict[str, Any], int]] = {
+    "temperature 0.03": ({"temperature": 0.03}, 13),
+    "temperature 0.01": ({"temperature": 0.01}, 13),
+    "temperature 0.001": ({"temperature": 1e-3}, 13),
+    "temperature 1e-4": ({"temperature": 1e-4}, 2),
+    "top_k 1": ({"top_k": 1}, 1),
+    "top_k 2": ({"top_k": 2}, 2),
+    "top_p": ({"top_p": 1e-6}, 1),
+    "min_p": ({"min_p": 0.99}, 2),
+    "grammar, 1": ({"prefix_allowed_tokens_fn": cycle(1)}, 1),
+    "grammar, 2": ({"prefix_allowed_tokens_fn": cycle(2)}, 2),
+    "suppressed": ({"suppress_tokens": list(range(11))}, 2),
+    "vocabulary": ({}, 13),
+}
+WIDE = [DraftModel(tree=[3, 2, 2]), DraftModel(tree=[15]), DraftModel(branches=4, p_split=0.0, n_max=3)]
+
+
+@pytest.mark.parametrize("acceptance", ["leviathan", "match", "coupled"])
+@pytest.mark.parametrize("cause", NARROW)
+def test_where_few_tokens_are_possible_a_level_has_fewer_children(cause: str, acceptance: str) -> None:
+    """Rows differ in a batch; what is not there is in no record and in no count."""
+    given, most = NARROW[cause]
+    if acceptance == "match" and "temperature" in given:
+        most = 13  # the draft's best tokens are proposed, however unlikely
+    model = small_model(3, 13)
+    decoder = SpeculativeDecoder(model, weaker(model, 0.3), check=False)
+    options: dict[str, Any] = {"temperature": 1.0, "acceptance": acceptance, "max_new_tokens": 6, "seed": 5, **given}
+    plain = decoder.generate(PROMPTS, strategies=[], **options)
+    for drafter in WIDE:
+        trace = record(decoder, PROMPTS, strategies=[drafter], **options)
+        assert trace.result is not None
+        if acceptance != "leviathan":
+            assert trace.result.token_ids == plain.token_ids
+        check_counts(trace.result)
+        for r in trace.rounds:
+            assert all(q > 0 for q in r.q or [])
+            assert r.parents is None or [r.parents[n] for n in r.path or []] == [-1, *(r.path or [])][:-1]
+            for parent in range(-1, len(r.draft)):
+                children = [r.draft[n] for n, above in enumerate(r.parents or []) if above == parent]
+                assert len(children) == len(set(children)) <= most
+        stats, drafted = trace.result.stats, sum(len(r.draft) for r in trace.rounds)
+        assert drafted == stats.draft_tokens == stats.counters["draft-model"].n_gen_tokens
+
+
+@pytest.mark.parametrize("acceptance", ["leviathan", "match", "coupled"])
+def test_a_tree_of_one_possible_token_is_the_chain(acceptance: str) -> None:
+    model = small_model(3, 13)
+    decoder = SpeculativeDecoder(model, weaker(model, 0.3), check=False)
+    options: dict[str, Any] = {"temperature": 1.0, "top_k": 1, "acceptance": acceptance, "max_new_tokens": 12}
+    tree, chain = (
+        decoder.generate(PROMPTS, strategies=[drafter], draft_length="given", **options)
+        for drafter in (DraftModel(tree=[3, 2, 2]), DraftModel(n_max=3))
+    )
+    assert tree.token_ids == chain.token_ids
+    assert tree.stats.draft_tokens == chain.stats.draft_tokens
+    assert tree.stats.acceptance_rate_per_position == chain.stats.acceptance_rate_per_position
+
+
+def test_details_of_a_tree_with_missing_children_are_those_of_the_others() -> None:
+    model = small_model(3, 13)
+    decoder = SpeculativeDecoder(model, weaker(model, 0.3), check=False)
+    options: dict[str, Any] = {"temperature": 1.0, "top_k": 2, "max_new_tokens": 8, "seed": 1}
+    trace = record(decoder, PROMPTS[:1], strategies=[DraftModel(tree=[3, 2])], top=3, **options)
+    assert any(r.parents for r in trace.rounds)
+    for r in trace.rounds:
+        assert r.details is not None
+        assert len(r.details.rank) == len(r.details.tv or r.draft) == len(r.draft) <= 6
+        assert len(r.details.entropy) == len(r.draft) + 1
+        above = [0, *(n + 1 for n in r.path or range(r.accepted))]
+        assert r.details.emitted_column == above[: len(r.tokens)]
 
 
 def test_plans_are_read_in_every_form_and_bad_ones_are_named() -> None:

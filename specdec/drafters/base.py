@@ -97,11 +97,14 @@ class DraftRequest:
 class Draft:
     """Proposed tokens.
 
-    tokens: ids, a list or an int64 tensor [k] that may live on a device; parents: None for a chain, for a tree the node
-    that each node follows (-1: the row's newest token), parents before children and siblings in order of proposal;
+    tokens: ids, a list or an int64 tensor [k] that may live on a device (there a node of a tree can be
+    `trees.MISSING`: its parent's law had no token for it, and it counts for nothing);
+    parents: None for a chain, for a tree the node that each node follows (-1: the row's newest token), parents before
+    children and siblings in order of proposal;
     q: float32 [k, V] (V = the target's vocabulary), the law each token was really drawn from, or None for no claim (of
     siblings drawn without replacement: the law without the earlier ones, renormalised; all zero = not drawn, the node
-    only fills its place); length: a 0-d int64 tensor where only the device knows how many of `tokens` a chain proposes;
+    only fills its place);
+    length: a 0-d int64 tensor where only the device knows how many of `tokens` a chain proposes;
     drafter: the strategy's name.
     """
 

@@ -15,6 +15,10 @@ How many children a node has is settled before any is drawn, by the plan or from
 drawn node is dropped or moved afterwards: anything else would change the output's law. Nodes are numbered level by
 level, and a tree that is too large for a verify pass ends at its last place, whatever was drawn there.
 
+A node where fewer tokens are possible than it was to have children has fewer: a low temperature, a cut, a grammar or a
+small vocabulary leave no more. That, too, depends on q and on earlier siblings alone. Branching counts them before it
+reads; the places of a plan stay, because only the device knows, and hold `MISSING` with whatever is below them.
+
 Cost: one draft pass a level, over all nodes of the level that go on. A plan needs no host read; branching reads one
 count a node and level, because the host lays out the next level.
 """
@@ -26,18 +30,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from specdec.config import check_whole
 from specdec.drafters.base import Draft, DraftRequest, pad_vocabulary, proposal_law
 from specdec.errors import SpecdecError
 from specdec.runner import to_device
 from specdec.sampling import History, Purpose, exponential, fold, streams
-from specdec.trees import Parents, shape_of
+from specdec.trees import MISSING, Parents, shape_of
 
 if TYPE_CHECKING:
     from specdec.drafters.draft_model import DraftModel
 
 Plan = tuple[int | tuple[int, ...], ...]
+
+LEAST = 1e-36  # what is less likely is not proposed: the times of its race would overflow
 
 
 def parse_plan(value: Any) -> Plan:
@@ -81,13 +88,22 @@ def draw_siblings(q: Tensor, stream: Tensor, count: int) -> tuple[Tensor, Tensor
 
     The first is `race(q, stream)`. The law of each is that given the tokens before it; all zero where nothing was left
     to draw from, and the token is then any."""
-    tokens = (exponential(stream, q.shape[-1]) / q).topk(count, largest=False).indices
-    laws, left = [], q
-    for i in range(count):
+    left = torch.where(q < LEAST, 0.0, q)
+    tokens = (exponential(stream, q.shape[-1]) / left).topk(min(count, q.shape[-1]), largest=False).indices
+    laws = []
+    for i in range(tokens.shape[-1]):
         mass = left.sum(dim=-1, keepdim=True)
         laws.append(torch.where(mass > 0, left / mass, 0.0))
         left = left.scatter(-1, tokens[..., i : i + 1], 0.0)
-    return tokens, torch.stack(laws, dim=-2)
+    lacking = count - len(laws)
+    return F.pad(tokens, (0, lacking)), F.pad(torch.stack(laws, dim=-2), (0, 0, 0, lacking))
+
+
+def best_siblings(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` best tokens of scores [..., V], best first, and whether each is possible, both [..., C]."""
+    values, tokens = scores.topk(min(count, scores.shape[-1]))
+    lacking = count - tokens.shape[-1]
+    return F.pad(tokens, (0, lacking)), F.pad(values > float("-inf"), (0, lacking))
 
 
 class Growth:
@@ -114,17 +130,20 @@ class Growth:
                 assert r.noise is not None and r.sampling is not None
                 keys[r.row], self.purpose = r.sampling.streams(r.noise)
         self.keys, self.positions = to_device([keys, positions], self.core.runner.device)
+        self.missing = torch.zeros((self.core.batch, 1), dtype=torch.bool, device=self.keys.device)  # of the frontier
 
     def grow(self) -> dict[int, Draft]:
         """The trees, by row."""
         logits = self.core.catch_up(self.requests)[:, None]  # [B, F, V_draft]
         for level in range(max(self.limits.values())):
             logits = pad_vocabulary(logits, self.vocab)
-            counts = self._counts(logits, level)
+            scores = logits.float() if self.sampling is None else self._scores(logits)
+            q = proposal_law(scores) if self.drawn else None
+            counts = self._counts(logits, scores if q is None else q, level)
             most = max((c for row in counts.values() for c in row), default=0)
             if most == 0:
                 break
-            self._draw(logits, level, counts, most)
+            self._draw(scores, q, level, counts, most)
             self._thin(level + 1)
             if not any(self.frontier.values()):
                 break
@@ -141,12 +160,14 @@ class Growth:
 
     # -- how many children ---------------------------------------------------------------------------------------
 
-    def _counts(self, logits: Tensor, level: int) -> dict[int, list[int]]:
-        """Children of each node of the frontier, row by row, settled before any is drawn."""
+    def _counts(self, logits: Tensor, proposal: Tensor, level: int) -> dict[int, list[int]]:
+        """Children of each node of the frontier, row by row, settled before any is drawn. proposal [B, F, V]: q, or the
+        scores whose best tokens are proposed."""
         if self.model.tree:
             wanted = {row: [self.children.get(n, 0) for n in nodes] for row, nodes in self.frontier.items()}
         else:
-            wanted = self._branching(logits, level)
+            least = LEAST if self.drawn else torch.finfo(proposal.dtype).min
+            wanted = self._branching(logits, (proposal >= least).sum(dim=-1), level)
         counts: dict[int, list[int]] = {}
         for row, row_wanted in wanted.items():
             room = self.nodes - len(self.parents[row]) if level < self.limits[row] else 0
@@ -156,7 +177,8 @@ class Growth:
                 room -= counts[row][-1]
         return counts
 
-    def _branching(self, logits: Tensor, level: int) -> dict[int, list[int]]:
+    def _branching(self, logits: Tensor, possible: Tensor, level: int) -> dict[int, list[int]]:
+        """possible [B, F]: tokens that can be proposed."""
         model, reader = self.model, self.model._context.reader
         assert model.p_min is not None and model.p_split is not None and reader is not None
         best = logits.float().topk(min(max(model.branches, model.top_n or 1), logits.shape[-1])).values
@@ -166,7 +188,7 @@ class Growth:
         ends = likely[..., 0] < model.p_min
         if self.drawn and level < (model.n_min or 0):
             ends = torch.zeros_like(ends)
-        read = reader.read(torch.where(ends, 0, 1 + more))[0]
+        read = reader.read(torch.where(ends, 0, torch.minimum(1 + more, possible.clamp(min=1))))[0]
         wanted: dict[int, list[int]] = {}
         for row, nodes in self.frontier.items():
             wanted[row] = []
@@ -178,15 +200,20 @@ class Growth:
 
     # -- which children ------------------------------------------------------------------------------------------
 
-    def _draw(self, logits: Tensor, level: int, counts: dict[int, list[int]], most: int) -> None:
+    def _draw(
+        self, scores: Tensor, q: Tensor | None, level: int, counts: dict[int, list[int]], most: int
+    ) -> None:  # fmt: skip
         """Children of the frontier, which they replace."""
-        scores = logits.float() if self.sampling is None else self._scores(logits)
         laws = None
-        if self.drawn:
-            q = proposal_law(scores)
-            tokens, laws = draw_siblings(q, self._streams(level, logits.shape[1]), most)  # [B, F, C], [B, F, C, V]
+        if q is not None:
+            tokens, laws = draw_siblings(q, self._streams(level, q.shape[1]), most)  # [B, F, C], [B, F, C, V]
+            laws = laws.masked_fill(self.missing[..., None, None], 0.0)
+            exist = laws.amax(dim=-1) > 0
         else:
-            tokens = scores.topk(most).indices
+            tokens, exist = best_siblings(scores, most)
+            exist[..., 0] = True  # also of a broken draft: it will be rejected
+            exist = exist & ~self.missing[..., None]
+        tokens = tokens.masked_fill(~exist, MISSING)
         for row, row_counts in counts.items():
             first, picks = len(self.parents[row]), []
             for i, (node, count) in enumerate(zip(self.frontier[row], row_counts, strict=True)):
@@ -218,7 +245,7 @@ class Growth:
             if r.sampling is None or r.sampling.processors is None:
                 continue
             text = to_device([*map(int, r.tokens), r.last], logits.device)
-            nodes = torch.cat([text[:0], *self.tokens[r.row]])
+            nodes = torch.cat([text[:0], *self.tokens[r.row]]).clamp(min=0)
             shape = shape_of(tuple(self.parents[r.row]))
             for i, node in enumerate(self.frontier[r.row]):
                 path = to_device([column - 1 for column in shape.path(node + 1)[1:]], logits.device)
@@ -253,4 +280,5 @@ class Growth:
                 fed[row, : len(nodes)] = self.tokens[row][-1][index]
                 columns[row] = tuple(n + 1 for n in nodes)
                 shapes[row] = shape_of(tuple(self.parents[row]))
-        return self.core.tree_step(fed, shapes, columns)
+        self.missing = fed == MISSING
+        return self.core.tree_step(fed.clamp(min=0), shapes, columns)

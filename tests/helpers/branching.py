@@ -28,14 +28,15 @@ class Language:
     laws: tuple[Tensor, ...]
 
     @staticmethod
-    def random(seed: int, vocab: int, depth: int = 4, cut: int = 0) -> Language:
-        """Dirichlet laws; `cut`: so many tokens of each law have no probability, as a top-k leaves them."""
+    def random(seed: int, vocab: int, depth: int = 4, cut: int = 0, faint: float = 0.0) -> Language:
+        """Dirichlet laws; `cut`: so many tokens of each law have no probability, as a top-k leaves them, or `faint`, as
+        a low temperature does."""
         rng = np.random.default_rng(seed)
         laws = []
         for d in range(depth):
             law = rng.dirichlet(np.full(vocab, 0.7), size=vocab**d)
             for row in law:
-                row[np.argsort(row)[:cut]] = 0
+                row[np.argsort(row)[:cut]] = faint
             laws.append(torch.tensor(law / law.sum(axis=-1, keepdims=True), dtype=torch.float32))
         return Language(tuple(laws))
 
@@ -79,6 +80,8 @@ def draft(language: Language, parents: tuple[int, ...], keys: Tensor, proposal: 
             laws = law[:, None].expand_as(laws)
         if fault == "stale-q" and depth > 0:
             laws = draw_siblings(language.laws[0].expand(n, -1), stream, len(nodes))[1]
+        if fault == "fills-up":  # with tokens that nothing was left to draw from
+            laws = torch.where(laws.amax(dim=2, keepdim=True) > 0, laws, 1 / V)
         if fault == "prunes-low-q":  # a node of no law never stands: it might as well not have been proposed
             likely = laws.gather(2, drawn[..., None])
             laws = torch.where(likely < 0.3, 0.0, laws)
