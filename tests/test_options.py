@@ -60,6 +60,7 @@ def compare(decoders: dict[str, specdec.SpeculativeDecoder], name: str, call: st
     return recorded
 
 
+@pytest.mark.fast(14)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_options_give_the_eager_outcome_when_recorded(
     decoders: dict[str, specdec.SpeculativeDecoder], name: str
@@ -79,6 +80,7 @@ def test_options_give_the_eager_outcome_in_every_call(
         compare(decoders, name, call)
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("name", TREES)
 def test_options_of_trees_leave_records_as_they_are(decoders: dict[str, specdec.SpeculativeDecoder], name: str) -> None:
     """Traces bring their details from the device by the same programs."""

@@ -207,7 +207,7 @@ def test_three_tokens_after_a_tree_follow_the_targets_law(
 CUTS = [(3, 0), (0, 4), (3, 4), (4, 3), (0, 5), (4, 5)]
 
 
-@pytest.mark.fast(2, 6)
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(
     ("cuts", "faint"), [*((c, 0.0) for c in CUTS), ((0, 4), 1e-37), ((0, 4), 1e-41), ((4, 5), 1e-30), ((0, 5), 1e-38)]
 )

@@ -298,6 +298,7 @@ NARROW: dict[str, tuple[dict[str, Any], int]] = {
 WIDE = [DraftModel(tree=[3, 2, 2]), DraftModel(tree=[15]), DraftModel(branches=4, p_split=0.0, n_max=3)]
 
 
+@pytest.mark.fast(10)
 @pytest.mark.parametrize("acceptance", ["leviathan", "match", "coupled"])
 @pytest.mark.parametrize("cause", NARROW)
 def test_where_few_tokens_are_possible_a_level_has_fewer_children(cause: str, acceptance: str) -> None:
