@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 import yaml
 
 from specdec.config import check_number, check_whole
@@ -24,8 +23,9 @@ from specdec.drafters import STRATEGIES
 from specdec.drafters.base import DraftContext, DraftRequest, RowDrafter
 from specdec.errors import SpecdecError
 from specdec.provenance import device_name
-from specdec.runner import Runner, Shapes
+from specdec.runner import Runner
 from specdec.texts import as_path, is_file, read_json, read_yaml, write_atomically
+from specdec.timing import measure_passes, room_for, round_seconds
 
 if TYPE_CHECKING:
     from specdec.decoder import SpeculativeDecoder
@@ -254,10 +254,10 @@ def check_costs(drafters: Sequence[Any], chosen: Sequence[bool], given: CostTabl
 
 def measure_costs(
     decoder: SpeculativeDecoder, batches: Sequence[int] = (1,), contexts: Sequence[int] = CONTEXTS,
-    widths: Sequence[int] = WIDTHS, repeats: int = 5, progress: Callable[[str], None] = lambda what: None,
+    widths: Sequence[int] = WIDTHS, repeats: int = 3, progress: Callable[[str], None] = lambda what: None,
 ) -> CostTable:  # fmt: skip
-    """Time this machine, for `generate(..., costs=...)`: medians over `repeats` turns, in each of which every pass is
-    timed once, so that what slows the machine down for a while falls on all alike. SmolLM2 on two cores: 10 s.
+    """Time this machine, for `generate(..., costs=...)`: the passes of greedy calls in the decoder's own modes
+    (timing.py), medians over `repeats` turns.
 
     batches, widths: ascending from 1; contexts: those beyond what the models have count as the longest that leaves room
     for a pass. Raises SpecdecError for others, and where no context is left.
@@ -267,60 +267,19 @@ def measure_costs(
     for context in contexts:
         check_whole("costs: contexts", context, 1)
     check_whole("costs: repeats", repeats, 1)
-    roles = {name: r for name, r in (("target", decoder.target), ("draft", decoder.draft)) if r is not None}
-    room = min(r.context for r in roles.values()) - max(widths)
+    room = room_for(decoder, widths)
     contexts = tuple(sorted({min(c, room) for c in contexts}))
     if not contexts or contexts[0] < 1:
         raise SpecdecError(f"costs: contexts must be at least 1 and fit into the models, got {list(contexts)}")
-    cells = [(r, b, c, w) for r in roles for b in batches for c in contexts for w in widths]
-    times: dict[Any, list[float]] = {cell: [] for cell in cells}
-    for turn in range(repeats + 1):
-        progress(f"turn {turn} of {repeats}")
-        for role, batch, context, width in cells:
-            seconds = _pass_seconds(roles[role], batch, context, width)
-            if turn:  # the first one warms up
-                times[role, batch, context, width].append(seconds)
+    seconds = measure_passes(decoder, batches, contexts, widths, repeats, progress)
     tables = {
-        role: [[[statistics.median(times[role, b, c, w]) for w in widths] for c in contexts] for b in batches]
-        for role in roles
+        role: tuple(tuple(tuple(seconds[role, b, c, w] for w in widths) for c in contexts) for b in batches)
+        for role in decoder._runners()
     }
-    plain = tables["target"][0][0][list(widths).index(1)]
     return CostTable(
-        tables["target"], tables.get("draft"), tuple(batches), contexts, tuple(widths),  # type: ignore[arg-type]
-        max(0.0, _round_seconds(decoder, contexts[0]) - plain), _call_seconds(STRATEGIES.values()),
-        device_name(decoder.target.device), "measured",
+        tables["target"], tables.get("draft"), tuple(batches), contexts, tuple(widths), round_seconds(decoder),
+        _call_seconds(STRATEGIES.values()), device_name(decoder.target.device), "measured",
     )  # fmt: skip
-
-
-def _pass_seconds(runner: Runner, batch: int, context: int, width: int) -> float:
-    shapes = Shapes.choose(runner.device, False, context + width)
-    cache = runner.lease(batch, context + width)
-    try:
-        tokens = torch.zeros((batch, shapes.width(width)), dtype=torch.int64, device=runner.device)
-        for _ in range(2 if runner.graphs is not None else 1):  # a graph is recorded before it is timed
-            _wait(runner.device)
-            started = time.perf_counter()
-            runner.step(cache, shapes, tokens, [context] * batch, [width] * batch)
-            _wait(runner.device)
-            seconds = time.perf_counter() - started
-    finally:
-        runner.pool.give_back(cache)
-    return seconds
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _round_seconds(decoder: SpeculativeDecoder, context: int, tokens: int = 12) -> float:
-    """Seconds of a plain round, its pass included."""
-    prompt = [1 % decoder.target.vocab_size] * max(1, min(context, decoder.target.context - tokens))
-    rounds = []
-    for _ in range(3):
-        times = decoder.generate(prompt, tokens, strategies=[], ignore_eos=True).stats.times
-        rounds.append((times.total - times.prefill) / tokens)
-    return statistics.median(rounds)
 
 
 def _call_seconds(strategies: Iterable[type[Any]], tokens: int = 1000, rounds: int = 30) -> dict[str, float]:

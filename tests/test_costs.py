@@ -8,12 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from specdec import CostTable, SpecdecError, SpeculativeDecoder, measure_costs
 from specdec.costs import nominal_costs
 from specdec.drafters import STRATEGIES
 from specdec.drafters.base import RowDrafter
+from specdec.runner import Runner, Shapes
 from tests.helpers.laws import small_model
+from tests.helpers.playing import weaker
+from tests.helpers.recording import Rerun
 from tests.helpers.tiny import tiny_model
 
 TABLE = CostTable(
@@ -93,8 +97,6 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
 
 
 def test_nominal_costs_grow_with_the_model_and_the_width() -> None:
-    from specdec.runner import Runner
-
     small, large = Runner(small_model(1, 13)), Runner(tiny_model("llama", hidden_size=256, intermediate_size=1024))
     table = nominal_costs(large, small)
     passes = [table.seconds("target", 1, 0, w) for w in (1, 2, 9, 17)]
@@ -137,3 +139,54 @@ def test_measured_costs_cover_what_was_asked_for() -> None:
     assert CostTable.from_dict(table.to_dict()) == table
     assert len(told) == 2
     assert decoder.generate([1, 2, 1, 2], 8, costs=table).provenance["costs"] == table.to_dict()
+    assert table.round > 0
+
+
+def programs(decoder: SpeculativeDecoder) -> dict[str, set[Any]]:
+    """What is recorded for calls to come: the keys by role, prefill aside."""
+    runners = {"target": decoder.target, "draft": decoder.draft}
+    return {
+        role: {place for place, program in runner.pool.idle.graphs.items() if program and not place[1].rare}
+        for role, runner in runners.items()
+    }
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_what_is_timed_are_the_programs_of_calls(exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the widths of a GPU, and a recorder in place of its graphs: calls after the measurement run everything that
+    was recorded for it. Drafts of one token that catch up with more than two are made in chains of strategies only."""
+    choose = Shapes.choose
+    on_gpu = staticmethod(lambda device, exact, capacity: choose(torch.device("cuda"), exact, capacity))
+    monkeypatch.setattr(Shapes, "choose", on_gpu)
+    target = small_model(3, 13)
+    decoder = SpeculativeDecoder(target, weaker(target, 0.05), check=False, exact=exact)
+    decoder.target, decoder.draft = Runner(target, recorder=Rerun()), Runner(decoder.draft.model, recorder=Rerun())
+    table = measure_costs(decoder, (1,), (40,), (1, 2, 3, 7), repeats=1)
+    timed = programs(decoder)
+    assert {type(key).__name__ for found in timed.values() for (_, key) in found} == {"VerifyKey", "StepsKey"}
+    widths = {key.given.width for _, key in timed["target"]}
+    assert widths == ({8} if exact else {1, 2, 4, 8})
+    assert (len(set(table.target[0][0])) == 1) == exact
+    assert table.round > 0
+    for runner in (decoder.target, decoder.draft):
+        runner.pool.idle.graphs.clear()
+    for n_max in (0, 1, 3, 5):  # behind another strategy nothing is drafted ahead
+        chain = ["ngram-mod", f"draft-model:n_max={n_max}"] if n_max else []
+        decoder.generate([[1, 2] * 20], 16, strategies=chain)
+    called = programs(decoder)
+    assert timed["target"] <= called["target"]
+    drafts = {place for place in timed["draft"] if place[1].first.width <= 2}
+    assert len(drafts) >= 2
+    assert drafts <= called["draft"]
+
+
+def test_a_batch_is_measured_beside_the_others_without_recording_anew() -> None:
+    """Turns alternate between batches and contexts; what one has recorded must be there in the next turn."""
+    target = small_model(3, 13)
+    decoder = SpeculativeDecoder(target, weaker(target, 0.2), check=False)
+    decoder.target, decoder.draft = Runner(target, recorder=Rerun()), Runner(decoder.draft.model, recorder=Rerun())
+    for repeats in (1, 4):
+        before = decoder.target.recorded[0] + decoder.draft.recorded[0]
+        measure_costs(decoder, (1, 2), (8, 64), (1, 2), repeats=repeats)
+        recorded = decoder.target.recorded[0] + decoder.draft.recorded[0] - before
+        assert recorded <= 2 * 2 * (2 + 2) + 2

@@ -23,14 +23,11 @@ are told to share state between rows are replayed row after row, as with batch_s
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 
 from specdec.config import check_number, check_whole
 from specdec.drafters import make_drafters
@@ -40,7 +37,7 @@ from specdec.errors import SpecdecError
 from specdec.research.bootstrap import ratio
 from specdec.research.forcing import ForcedText, force
 from specdec.research.replay import Text, model_free_chain, replay
-from specdec.runner import Runner, Shapes
+from specdec.timing import measure_passes, room_for
 
 RULES = ("leviathan", "match", "coupled")
 
@@ -293,28 +290,11 @@ def _label(chain: Any) -> str:
 def measure_cost(decoder: Any, context: int = 256, widest: int = 8, repeats: int = 7) -> Cost:
     """Time passes at `context` tokens: a plain target pass, a draft step, and target passes of 2..widest + 1 tokens.
 
-    Medians of `repeats`, batch 1, after one pass each to warm up. Costs between measured widths are interpolated.
+    Medians of `repeats`, batch 1, of the passes of calls (timing.py). Costs between measured widths are interpolated.
     """
-    plain = _seconds(decoder.target, 1, context, repeats)
-    draft = _seconds(decoder.draft, 1, context, repeats) if decoder.draft is not None else 0.0
     widths = sorted({1, 2, (widest + 1) // 2, widest + 1})
-    extra = [0.0, *(_seconds(decoder.target, w, context, repeats) / plain - 1.0 for w in widths[1:])]
+    context = max(1, min(context, room_for(decoder, widths)))
+    seconds = measure_passes(decoder, (1,), (context,), widths, repeats)
+    plain, draft = seconds["target", 1, context, 1], seconds.get(("draft", 1, context, 1), 0.0)
+    extra = [seconds["target", 1, context, w] / plain - 1.0 for w in widths]
     return Cost(draft / plain, lambda drafted: float(np.interp(drafted + 1, widths, extra)))
-
-
-def _seconds(runner: Runner, width: int, context: int, repeats: int) -> float:
-    start = min(context, runner.context - width)
-    shapes = Shapes.choose(runner.device, False, start + width)
-    cache = runner.pool.lease(1, start + width)
-    times = []
-    try:
-        tokens = torch.zeros((1, shapes.width(width)), dtype=torch.int64, device=runner.device)
-        for _ in range(repeats + 1):
-            begun = time.perf_counter()
-            runner.step(cache, shapes, tokens, [start], [width])
-            if runner.device.type == "cuda":
-                torch.cuda.synchronize(runner.device)
-            times.append(time.perf_counter() - begun)
-    finally:
-        runner.pool.give_back(cache)
-    return statistics.median(times[1:])
