@@ -2,6 +2,7 @@
 prefill by chunks, and generations eager against graphs, on a GPU.
 
     python scripts/measure_graphs.py --out results/graphs_h100.json        # stops after --seconds
+    python scripts/measure_graphs.py --modes --out FILE                    # inductor against max alone, 2 minutes
     python scripts/measure_graphs.py --tiny --out FILE                     # the same steps with toys, also on a CPU
 
 Models have Llama shapes and random weights: only time is measured on them. What is equal is checked on the embedded
@@ -51,6 +52,16 @@ COMPILED = {
     "1B": (("inductor", 1, 512, 1), ("inductor", 8, 512, 1), ("max", 1, 512, 1)),
     "8B": (("inductor", 8, 512, 1), ("inductor", 8, 4096, 1), ("inductor", 8, 512, 8)),
 }
+# By --modes: shapes of a draft, of the target that docs/speed.md has as 6.4B, and of what lies between.
+SIZES = {
+    "135M": LLAMA["135M"],
+    "1B": LLAMA["1B"],
+    "6.4B": {
+        "hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 12288, "head_dim": 64,
+        "num_attention_heads": 63, "num_key_value_heads": 21,
+    },
+}  # fmt: skip
+MODES = ("inductor", "max")
 PROMPTS = [
     "def read(self, path):\n    with open(path) as f:\n",
     "for i in range(10):\n    print(i)\n" * 12,
@@ -69,6 +80,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--seconds", type=float, default=270.0, help="no new part is begun after this time")
     parser.add_argument("--no-compiled", action="store_true")
+    parser.add_argument("--modes", action="store_true", help="nothing but inductor against max, widths 1 and 8")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     result: dict[str, Any] = {
@@ -78,7 +90,7 @@ def main() -> None:
         "copy_bandwidth": bandwidth(device, 1 << (20 if args.tiny else 30)),
         "generation": {}, "passes": {},
     }  # fmt: skip
-    shapes = TINY if args.tiny else LLAMA
+    shapes = TINY if args.tiny else SIZES if args.modes else LLAMA
 
     def left() -> float:
         return args.seconds - (time.perf_counter() - START)
@@ -87,6 +99,10 @@ def main() -> None:
         args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
     for size, shape in shapes.items():
+        if args.modes:
+            result["passes"][size] = modes(shape, device, left)
+            save()
+            continue
         model = build(shape, VOCAB[size] if not args.tiny else 256, device)
         size_read = sum(p.nbytes for p in model.parameters()) - model.get_input_embeddings().weight.nbytes
         entry = {"bytes_read": size_read, "read_once_ms": size_read / result["copy_bandwidth"] * 1e3}
@@ -97,6 +113,10 @@ def main() -> None:
             result["passes"][size]["compiled"] = compiled(model, COMPILED[size], left)
             save()
         del model
+    result["seconds"] = time.perf_counter() - START
+    if args.modes:
+        save()
+        return
     result["generation"] = generations(device, result["settings"]["new_tokens"])
     result["seconds"] = time.perf_counter() - START
     save()
@@ -173,6 +193,20 @@ def compiled(model: Any, wanted: Iterable[tuple[str, int, int, int]], left: Any)
         name = f"{mode}, width {width}, {length} slots, batch {batch}"
         table[name] = {**entry, "made_in_s": runner.recorded[1], "failures": runner.failures}
         print(name, table[name], flush=True)
+    return table
+
+
+def modes(shape: dict[str, int], device: torch.device, left: Any) -> dict[str, Any]:
+    """Passes of one token and of eight under either mode: milliseconds, and max over inductor."""
+    model = build(shape, VOCAB["135M"], device)
+    table: dict[str, Any] = {}
+    for width in (1, 8):
+        found = compiled(model, [(mode, width, 512, 1) for mode in MODES], left)
+        table |= found
+        if "cut" not in found:
+            inductor, most = (entry["median"] for entry in found.values())
+            table[f"max : inductor, width {width}"] = most / inductor
+            print(f"width {width}, max : inductor = {most / inductor:.3f}", flush=True)
     return table
 
 

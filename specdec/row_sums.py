@@ -2,6 +2,15 @@
 mostly idle, sums of products become reductions that are fused with what surrounds them. Two rows are two sums over the
 same weights, which the compiler reads once for both.
 
+That is so for small matrices only, whose kernels take as long to start as to run. Of a large one the time is that of
+reading its weights, and there a product reads faster than a sum. Measured with all products as sums: a pass of one
+token took 0.74 of inductor's time where matrices had up to 1.8 million weights (135M parameters), 1.02 at 4 to 34
+million (1B); plain decoding took 1.36 of it at 5 to 101 million (6.4B). So a matrix's size decides what is made a sum,
+`LARGEST`: a rule, and not a trial, because another kernel is another text.
+
+Plain and speculative decoding in exact mode have the same text either way: their passes have one width, above `ROWS`,
+so that no pass of the target has a sum, and those of a draft decide about nothing but drafts.
+
 Inductor does the same by itself, but only together with its coordinate descent, whose trials of kernels take most of
 the compile time and whose choices differ from process to process (docs/speed.md).
 """
@@ -18,11 +27,12 @@ from torch.fx.node import map_arg
 aten = torch.ops.aten
 
 ROWS = 2  # two: what a draft that is made ahead catches up with
+LARGEST = 1 << 21  # weights of a matrix whose product is made a sum
 
 
 class RowSums(CustomGraphPass):
     """A pass over the compiler's graphs, before it makes kernels: x [R, K] @ w [K, N] -> sums of x w over K, for R up
-    to `ROWS`."""
+    to `ROWS` and K N up to `LARGEST`."""
 
     def __call__(self, graph: fx.Graph) -> None:
         for node in list(graph.nodes):
@@ -30,7 +40,8 @@ class RowSums(CustomGraphPass):
                 continue
             x, weight = node.args[-2:]
             value = x.meta["val"]
-            if value.shape[0] in range(1, ROWS + 1) and value.is_floating_point() and not node.kwargs:
+            small = value.shape[0] in range(1, ROWS + 1) and weight.meta["val"].numel() <= LARGEST
+            if small and value.is_floating_point() and not node.kwargs:
                 _replace(graph, node, x, weight)
 
     def uuid(self) -> Any:

@@ -21,7 +21,7 @@ from specdec.compiled import (
     keep_compiled_code,
     parts_of,
 )
-from specdec.row_sums import RowSums
+from specdec.row_sums import LARGEST, ROWS, RowSums
 from specdec.runner import Runner, Shapes
 from specdec.sampling import best
 from tests.helpers.recording import Rerun
@@ -210,17 +210,43 @@ def test_compiled_code_is_kept_for_later_processes(monkeypatch: pytest.MonkeyPat
     assert report["compiled"] >= 0
 
 
+def with_sums(layer: nn.Linear, x: torch.Tensor) -> torch.fx.GraphModule:
+    """The layer's graph after the pass, whose products are still the layer's."""
+    graph = make_fx(lambda given: layer(given), tracing_mode="fake", _allow_non_fake_inputs=True)(x)
+    RowSums()(graph.graph)
+    graph.recompile()
+    graph.graph.lint()
+    torch.testing.assert_close(graph(x), layer(x))
+    return graph
+
+
+def test_only_small_matrices_are_made_sums_and_no_pass_of_a_target_in_exact_mode(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the number of weights alone, whichever side is long. In exact mode no pass of a target has so few rows."""
+    monkeypatch.setattr("specdec.row_sums.LARGEST", 24 * 40)
+    for inside, outside, kept in ((24, 40, 0), (40, 24, 0), (25, 40, 1), (24, 41, 1)):
+        layer, x = nn.Linear(inside, outside, bias=False), torch.randn(1, 1, inside)
+        graph = with_sums(layer, x)
+        assert sum(node.target is torch.ops.aten.mm.default for node in graph.graph.nodes) == kept
+    device = torch.device("cuda")
+    assert Shapes.choose(device, True, 256).widths[0] > ROWS
+
+
+def test_which_matrices_of_measured_models_are_made_sums() -> None:
+    """The figures are in row_sums.py: all of a 135M model's, with its projections fused, and none of a 6.4B model's."""
+    small = [576 * (576 + 2 * 192), 576 * 576, 576 * 2 * 1536, 1536 * 576]
+    large = [4096 * 1344, 4096 * 4032, 4096 * 12288, 4096 * 2 * 12288]
+    assert max(small) <= LARGEST < min(large)
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_products_of_a_row_or_two_become_sums(bias: bool) -> None:
     torch.manual_seed(0)
     layer = nn.Linear(24, 40, bias=bias)
     for rows, kept in ((1, 0), (2, 0), (3, 1)):
         x = torch.randn(1, rows, 24)
-        graph = make_fx(lambda given: layer(given), tracing_mode="fake", _allow_non_fake_inputs=True)(x)
-        RowSums()(graph.graph)
-        graph.recompile()
-        graph.graph.lint()
-        torch.testing.assert_close(graph(x), layer(x))
+        graph = with_sums(layer, x)
         products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
         assert sum(node.target in products for node in graph.graph.nodes) == kept
     assert Compiler("", "max").options["post_grad_custom_pre_pass"].uuid() == RowSums().uuid()
