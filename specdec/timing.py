@@ -123,6 +123,7 @@ def measure_passes(
     Of the draft, a step (width 1: its share of a draft of STEPS tokens), and drafts of one token that catch up with so
     many.
     """
+    decoder.refresh()
     passes = {batch: Passes(decoder, batch, contexts, _longest(widths)) for batch in batches}
     times: dict[Cell, list[float]] = {}
     try:
