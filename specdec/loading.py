@@ -6,16 +6,28 @@ refused there, by name, before a weight is loaded. Two models of different hidde
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from specdec.attention import check_attention
+from specdec.checkpoint import (
+    CONFIG,
+    check_folder,
+    fault_of_config,
+    fault_of_gguf,
+    fault_of_shapes,
+    fault_of_tokenizer,
+    fault_of_weights,
+    said,
+)
 from specdec.config import PairConfig, from_dict
 from specdec.demo_models import draft_path, target_path
 from specdec.errors import SpecdecError
@@ -23,8 +35,10 @@ from specdec.model_config import is_recurrent
 from specdec.report import ModelFacts, PairReport
 from specdec.rope import rope_settings, rope_type, switch_position
 from specdec.runner import context_length
+from specdec.texts import as_path, expanded, is_file, is_folder
 
 EMBEDDED = {"demo-target": target_path, "demo-draft": draft_path}
+LONGEST_ID = 200  # characters of a name on the hub
 _RECURRENT_LAYERS = ("linear_attention", "mamba", "mamba2", "conv", "recurrent", "ssm")
 _RECURRENT_TYPES = ("mamba", "mamba2", "rwkv", "recurrent_gemma", "jamba", "falcon_mamba", "falcon_h1", "xlstm")
 
@@ -47,16 +61,40 @@ class Source:
         name = str(text)
         if name in EMBEDDED:
             return Source(str(EMBEDDED[name]()))
-        path = Path(name).expanduser()
+        path = expanded(as_path(name, "the model"))
         if name.endswith(".gguf"):
-            if not path.is_file():
+            if not is_file(path):
                 raise SpecdecError(f"GGUF file not found: {name}")
             return Source(str(path.parent), path.name)
-        if path.is_dir():
+        if is_folder(path):
             return Source(str(path))
-        if path.is_absolute() or name.startswith((".", "~")) or path.is_file():
-            raise SpecdecError(f"model folder not found: {name}" if not path.is_file() else f"not a GGUF file: {name}")
+        if is_file(path):
+            raise SpecdecError(f"not a GGUF file: {name}: expected a hub id, a folder or a file that ends in .gguf")
+        if path.is_absolute() or name.startswith((".", "~")) or len(name) > LONGEST_ID or name.count("/") > 1:
+            raise SpecdecError(f"model folder not found: {name}")
         return Source(name)
+
+    @property
+    def folder(self) -> Path | None:
+        """Where its files lie on this machine; of a hub id None before it was downloaded."""
+        if is_folder(Path(self.path)):
+            return Path(self.path)
+        with suppress(Exception):  # what no hub can have has no files either
+            found = try_to_load_from_cache(self.path, CONFIG)
+            return Path(found).parent if isinstance(found, str) else None
+        return None
+
+    def fault(self, of: str, error: BaseException) -> str | None:
+        """The file that is to blame for a failed load `of` the config, the tokenizer or the weights, and what is wrong
+        with it; None: it cannot be told."""
+        folder = self.folder
+        if self.gguf:
+            return fault_of_gguf(Path(self.path) / self.gguf)
+        if folder is None:
+            return None
+        if of == "weights":
+            return fault_of_weights(folder)
+        return (fault_of_config if of == "config" else fault_of_tokenizer)(folder, error)
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -112,9 +150,14 @@ def load_tokenizer(name: str | Path, revision: str | None = None, trust_remote_c
     """The tokenizer of a hub id, a folder, a GGUF file, or of the embedded models (`demo`). Raises SpecdecError."""
     source = Source.parse("demo-target" if str(name) == "demo" else name)
     options = {"trust_remote_code": trust_remote_code, **({"revision": revision} if revision else {})}
-    return _guarded(
-        f"tokenizer of {name}", AutoTokenizer.from_pretrained, source.path, **options, **source.arguments
-    )  # fmt: skip
+    return _tokenizer_of(source, {**options, **source.arguments})
+
+
+def _tokenizer_of(source: Source, options: Mapping[str, Any]) -> Any:
+    with loading(f"tokenizer of {source}", lambda error: source.fault("tokenizer", error)):
+        made = AutoTokenizer.from_pretrained(source.path, **options)
+        made("")  # some bad settings show when it is used
+        return made
 
 
 def pair_config(target: str | Path, draft: str | Path | None, options: Mapping[str, Any]) -> PairConfig:
@@ -167,7 +210,14 @@ class _Plan:
     ) -> _Plan:  # fmt: skip
         source = Source.parse(name)
         common = {"trust_remote_code": trust, **({"revision": revision} if revision else {}), **source.arguments}
-        config = _guarded(f"{role} {name}", AutoConfig.from_pretrained, source.path, **common)
+        where = f"{role} {name}"
+        if source.folder is not None and not source.gguf:
+            try:
+                check_folder(source.folder)
+            except SpecdecError as error:
+                raise SpecdecError(f"cannot load {where}: {error}") from None
+        with loading(where, lambda error: source.fault("config", error)):
+            config = AutoConfig.from_pretrained(source.path, **common)
         check_model_kind(config, role)
         chosen = _choose_dtype(dtype, config, device, role)
         extra: dict[str, Any] = {"device_map": device_map} if device_map is not None else {}
@@ -175,7 +225,8 @@ class _Plan:
             quantization = _dequantize(str(name))
         if quantization is not None:
             extra["quantization_config"] = quantization
-        facts = ModelFacts.from_config(role, str(name), config, chosen, str(device))
+        with loading(f"{where}: no model can be made of its config", lambda error: source.fault("config", error)):
+            facts = ModelFacts.from_config(role, str(name), config, chosen, str(device))
         return _Plan(source, common, config, device, chosen, extra, facts)
 
     @property
@@ -190,29 +241,50 @@ class _Plan:
         return shelf[self.key]
 
     def tokenizer(self) -> Any:
-        return _guarded(f"tokenizer of {self.source}", AutoTokenizer.from_pretrained, self.source.path, **self.common)
+        return _tokenizer_of(self.source, self.common)
 
     def model(self) -> Any:
-        dtype = self.dtype or "auto"
-        model = _guarded(
-            str(self.source), AutoModelForCausalLM.from_pretrained, self.source.path, dtype=dtype, **self.common,
-            **self.extra,
-        )  # fmt: skip
+        with loading(str(self.source), self._fault):
+            model, found = AutoModelForCausalLM.from_pretrained(
+                self.source.path, dtype=self.dtype or "auto", output_loading_info=True, **self.common, **self.extra
+            )
+        self._check_complete(found)
         if "device_map" not in self.extra and getattr(model, "hf_device_map", None) is None:
             model = model.to(self.device)
         return model.eval()
 
+    def _fault(self, error: BaseException) -> str | None:
+        found = self.source.fault("weights", error)
+        if found is None and self.source.folder is not None and not self.source.gguf:
+            with torch.device("meta"):
+                return fault_of_shapes(self.source.folder, AutoModelForCausalLM.from_config(self.config))
+        return found
 
-def _guarded(what: str, load: Any, *arguments: Any, **options: Any) -> Any:
-    """Run one of transformers' loaders; its failures become one line that names the thing."""
+    def _check_complete(self, found: Mapping[str, Any]) -> None:
+        """Raise SpecdecError where weights were drawn at random because the checkpoint lacks them: a library only
+        warns. Quantised checkpoints have weights of other names."""
+        missing = sorted(found["missing_keys"])
+        quantised = "quantization_config" in self.extra or getattr(self.config, "quantization_config", None) is not None
+        if missing and not quantised:
+            raise SpecdecError(
+                f"cannot load {self.source}: the checkpoint lacks weights that its config asks for, "
+                f"{len(missing)} of them, {missing[0]} first"
+            )
+
+
+@contextmanager
+def loading(what: str, fault: Callable[[BaseException], str | None]) -> Iterator[None]:
+    """Around one of transformers' loaders: its failures become one line that names the thing, and the file that is to
+    blame, as `fault` finds it. AssertionError is a mistake in code and not in a file."""
     try:
-        return load(*arguments, **options)
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        raise SpecdecError(f"cannot load {what}: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        yield
+    except (AssertionError, SpecdecError):
+        raise
+    except BaseException as error:
+        # A tokenizer that panics raises what is no Exception.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise SpecdecError(f"cannot load {what}: {fault(error) or said(error)}") from error
 
 
 def _dequantize(name: str) -> Any:

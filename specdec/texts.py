@@ -49,6 +49,14 @@ def is_file(name: str | Path) -> bool:
         return False
 
 
+def is_folder(name: str | Path) -> bool:
+    """Likewise for a folder."""
+    try:
+        return Path(name).is_dir()
+    except (OSError, ValueError):
+        return False
+
+
 @contextmanager
 def reading(name: Any, what: str) -> Iterator[Path]:
     """The path of a file that is read inside; its faults become a SpecdecError that names it."""
