@@ -57,7 +57,7 @@ SIZES = {
     "135M": LLAMA["135M"],
     "1B": LLAMA["1B"],
     "6.4B": {
-        "hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 12288, "head_dim": 64,
+        "hidden_size": 4032, "num_hidden_layers": 32, "intermediate_size": 12288, "head_dim": 64,
         "num_attention_heads": 63, "num_key_value_heads": 21,
     },
 }  # fmt: skip
