@@ -335,6 +335,8 @@ class Runner:
 
     def _choose_graphs(self) -> None:
         self.mode = "graph" if self.recorder is not None else choose_mode(self.compile, self.model, self.device)
+        if self.alibi is not None and self.mode in ("inductor", "max"):
+            self.mode = "graph"  # its attention has another mask in every pass, which compiled code would be made for
         self.graphs: Graphs | None = None
         self.compiled: Forward | None = None
         self.parts: dict[Any, CompiledFunction] = {}

@@ -14,13 +14,13 @@ from specdec import DraftModel, SpeculativeDecoder
 from specdec.errors import SpecdecError
 from specdec.loading import check_model_kind
 from specdec.runner import Runner
-from tests.helpers.playing import random_ids, weaker
+from tests.helpers.playing import Scripted, random_ids, right_until, weaker
 from tests.helpers.recording import Rerun
 from tests.oracle import oracle_greedy, oracle_logits
 
 SWITCH = 16
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "phi3": (Phi3Config, {"original_max_position_embeddings": SWITCH}),
+    "phi3": (Phi3Config, {}),
     "phimoe": (PhimoeConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "minicpm3": (
         MiniCPM3Config,
@@ -34,6 +34,8 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
 @cache
 def model(kind: str, switch: int = SWITCH) -> Any:
     made, own = KINDS[kind]
+    if made is Phi3Config:
+        own = {"original_max_position_embeddings": switch}  # Phi-3's configuration has it in two places
     rope = {
         "rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0], "rope_theta": 1e4,
         "original_max_position_embeddings": switch, "short_mscale": 1.1, "long_mscale": 1.3,
@@ -75,6 +77,22 @@ def test_the_two_kinds_of_factors_give_two_texts() -> None:
     short = oracle_logits(model("phi3"), text[:SWITCH])
     long = oracle_logits(model("phi3"), text)[:SWITCH]
     assert (short.argmax(-1) != long.argmax(-1)).any()
+
+
+def test_drafts_that_are_right_end_where_the_factors_change() -> None:
+    """Also long ones, which are verified in chunks, and one that would start at the last short position."""
+    kind, switch = "phi3", 48
+    target = model(kind, switch)
+    prompts = [random_ids(n, n, 64) for n in (8, 46, 47, 48)]
+    wanted = [oracle_greedy(target, prompt, 48) for prompt in prompts]
+    right = Scripted(right_until([p + w for p, w in zip(prompts, wanted, strict=True)], 45))
+    pair = SpeculativeDecoder(target, check=False)
+    for exact in (False, True):
+        out = pair.generate(prompts, 48, strategies=[right], exact=exact, batch_size=2)
+        assert out.token_ids == wanted
+    rounds = list(pair.rounds(prompts[0], 48, strategies=[right]))
+    assert all(r.accepted == len(r.draft) for r in rounds)
+    assert all(r.position >= switch or r.position + len(r.draft) < switch for r in rounds)
 
 
 @pytest.mark.parametrize("exact", ["auto", True])
