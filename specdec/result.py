@@ -14,12 +14,13 @@ class Round:
     """One verify pass of one row, as `rounds` yields it.
 
     row: index of the row in the result; position: sequence index of the newest token when the round began; strategy:
-    who drafted (None: nobody); draft: drafted ids; p, q: the target's and the draft's probability of each drafted id
-    (q is None where the draft made no claim); accepted: how many stood; bonus: the token after them, None when the
-    draft continues in the next pass or the row failed; tokens: ids emitted; text: their text (None without a
-    tokenizer); times: seconds of this pass's draft and verify; finish_reason: set in the row's last round; parents,
-    path: of a tree, the node that each node follows (-1: the newest token) and the nodes that stood (None: a chain);
-    details: of a recorded run (specdec.research.trace), more about the laws.
+    who drafted (None: nobody); draft: drafted ids, those behind the end of the text left out; p, q: the target's and
+    the draft's probability of each drafted id (q is None where the draft made no claim); accepted: how many stood;
+    bonus: the token after them, None when the draft continues in the next pass, when the text ended before it, or when
+    the row failed; tokens: ids emitted; text: their text (None without a tokenizer); times: seconds of this pass's
+    draft and verify; finish_reason: set in the row's last round; parents, path: of a tree, the node that each node
+    follows (-1: the newest token) and the nodes that stood (None: a chain); details: of a recorded run
+    (specdec.research.trace), more about the laws.
     """
 
     row: int

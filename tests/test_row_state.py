@@ -33,6 +33,7 @@ CHAINS |= {
     "defaults": ["ngram-cache", "draft-model"],
     "three": [SMALL["suffix"], SMALL["ngram-map-k"], SMALL["draft-model"]],
     "tree": ["prompt-lookup", "draft-model:tree=2x2"],
+    "automatic": None,
     "p_min": [SMALL["ngram-mod"], "draft-model:n_max=4:p_min=0.2"],
 }
 

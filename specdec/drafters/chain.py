@@ -37,8 +37,10 @@ UPSTREAM_ORDER = (
 
 @dataclass
 class Counters:
-    """Upstream's counters of one strategy; times in seconds. Of automatic length (length.py): requests in which it was
-    passed over, and requests by the number of tokens to verify."""
+    """Upstream's counters of one strategy; times in seconds. `n_gen_...` and `n_acc_...` end where the text ends, as
+    all figures do (upstream counts a whole draft, and an end of text as the target's own); calls are counted as
+    upstream does. Of automatic length (length.py): requests in which it was passed over, and requests by the number of
+    tokens to verify."""
 
     n_call_begin: int = 0
     n_call_draft: int = 0
