@@ -5,11 +5,12 @@ from __future__ import annotations
 import secrets
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from specdec.acceptance import find_rule
+from specdec.ambient import Steps
 from specdec.checks import naming_processors
 from specdec.config import UNSET, GenerationSettings, as_list, plain_ids
 from specdec.contract import check_processors, knows_its_row
@@ -21,9 +22,10 @@ from specdec.drafters.length import LengthController, automatic, unlimited
 from specdec.engine import NOTHING, Engine
 from specdec.errors import SpecdecError
 from specdec.kv_cache import KeptRows
+from specdec.model_state import ModelState
 from specdec.processors import AllRows
-from specdec.provenance import device_name, hash_ids, versions
-from specdec.result import Generation
+from specdec.provenance import adapters, device_name, hash_ids, versions
+from specdec.result import Generation, Round
 from specdec.rows import Row, StopRules
 from specdec.runner import Shapes
 from specdec.sampling import build_sampling, row_key
@@ -44,6 +46,9 @@ class Call:
         prompts: Sequence[Sequence[int]], default_chain: bool, templates: Sequence[str | None],
     ):  # fmt: skip
         self.decoder, self.drafters, self.record, self.top = decoder, drafters, False, 0
+        self.facts = {role: runner.facts for role, runner in decoder._runners().items()}
+        self.states: dict[str, ModelState] = {}  # of the models as the call began, where anything is kept
+        self.changed: list[str] = []  # roles whose kept keys and values were dropped
         self.rule = find_rule(settings.acceptance)
         self.exact = decoder.resolve_exact(settings.exact, drafters)
         self.settings = settings = replace(settings, seed=_fresh_seed(settings.seed))
@@ -101,14 +106,49 @@ class Call:
         )
 
     def __enter__(self) -> Call:
+        with self.decoder.working():
+            self._begin()
+        return self
+
+    def run(self) -> Iterator[list[Round]]:
+        """`Engine.run` for callers that do other things between its steps."""
+        return Steps(self._each_pass(), self.decoder._lock)
+
+    def _each_pass(self) -> Iterator[list[Round]]:
+        for found in self.engine.run():
+            yield found
+            self._check_models()
+
+    def _check_models(self) -> None:
+        """Raise SpecdecError if a model has another form than when the call was made: its caches would not fit."""
+        for role, runner in self.decoder._runners().items():
+            if runner.facts != self.facts[role] or runner.measure() != self.facts[role]:
+                raise SpecdecError(
+                    f"the {role}'s device, dtype, vocabulary, context or number of layers has changed since this call "
+                    "was made: make the call again"
+                )
+
+    def _what_is_kept(self) -> tuple[KeptRows | None, dict[str, Any]]:
+        """What an earlier call kept, as far as the models are the ones that made it: rows, and drafters by label."""
+        decoder = self.decoder
+        self.states = {role: ModelState(runner.view) for role, runner in decoder._runners().items()}
+        if decoder._kept is None or decoder._kept_chain is None:
+            return None, {}
+        self.changed = [role for role, state in self.states.items() if decoder._kept_states.get(role) != state]
+        drafters = dict(zip(decoder._kept_chain.labels, decoder._kept_chain.drafters, strict=True))
+        if "draft" in self.changed:
+            drafters = {label: d for label, d in drafters.items() if d.name != "draft-model"}
+        return None if "target" in self.changed else decoder._kept, drafters
+
+    def _begin(self) -> None:
         decoder, target = self.decoder, self.decoder.target
         decoder.refresh()  # a generator begins when it is first advanced
-        keep = self.settings.keep_state
-        previous = decoder._kept_chain if keep else None
+        self._check_models()
+        kept, previous = self._what_is_kept() if self.settings.keep_state else (None, {})
         shapes = Shapes.choose(target.device, self.exact, target.pool.room(self.capacity))
         context = DraftContext(
             self.batch, self.capacity, target.vocab_size, decoder.draft, decoder.tokenizer, decoder.draft_tokenizer,
-            decoder.reader, dict(zip(previous.labels, previous.drafters, strict=True)) if previous else {},
+            decoder.reader, previous,
             shapes.verify_width - 1, separate=True,
         )  # fmt: skip
         longest = shapes.verify_width - 1
@@ -136,8 +176,7 @@ class Call:
             logprobs=self.settings.output_logprobs,
             watched=bool(chain.observers),
         )
-        self.engine = Engine(verifier, chain, self.rows, decoder._kept if keep else None)
-        return self
+        self.engine = Engine(verifier, chain, self.rows, kept)
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self.seconds = time.perf_counter() - self.started
@@ -152,6 +191,7 @@ class Call:
             decoder._kept_chain.close()
         texts = [r.tokens.copy() if r is not None and r.error is None else NOTHING for r in engine.slots]
         decoder._kept, decoder._kept_chain = KeptRows(engine.cache, texts), engine.chain
+        decoder._kept_states = self.states
 
     def interrupt(self) -> None:
         """Mark every unfinished row."""
@@ -199,6 +239,8 @@ class Call:
             "devices": {role: device_name(r.device) for role, r in decoder._runners().items()},
             "dtypes": {role: str(r.dtype) for role, r in decoder._runners().items()},
             "weights": {role: h.get() for role, h in decoder._hashes.items()},
+            "adapters": {role: adapters(r.model) for role, r in decoder._runners().items()},
+            "dropped_state": self.changed,
             "prompts": [hash_ids(row.prompt) for row in self.rows],
             "chat_templates": self.templates,
             "seed": self.settings.seed,

@@ -23,6 +23,7 @@ from specdec.drafters import STRATEGIES
 from specdec.drafters.base import DraftContext, DraftRequest, RowDrafter
 from specdec.errors import SpecdecError
 from specdec.provenance import device_name
+from specdec.quantised import weight_of
 from specdec.runner import Runner
 from specdec.texts import as_path, is_file, read_json, read_yaml, write_atomically
 from specdec.timing import measure_passes, room_for, round_seconds
@@ -196,8 +197,8 @@ class _Machine:
     def seconds(self, runner: Runner, tokens: Sequence[int]) -> tuple[float, ...]:
         """Passes of so many tokens: every weight is read, and every token takes two operations a weight."""
         head = runner.model.get_output_embeddings()
-        table = runner.model.get_input_embeddings().weight
-        tied = head is None or head.weight is table
+        table = weight_of(runner.model.get_input_embeddings())
+        tied = head is None or weight_of(head) is table
         weights = [(p.numel(), p.element_size()) for p in runner.model.parameters() if tied or p is not table]
         layers = int(getattr(runner.config, "num_hidden_layers", 1))
         reading = sum(n * size for n, size in weights) / self.bandwidth

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from specdec.ambient import Steps, pinned
 from specdec.call import Call
 from specdec.config import UNSET, GenerationSettings, check_exact, check_switch
 from specdec.costs import as_costs
@@ -17,8 +20,10 @@ from specdec.errors import SpecdecError
 from specdec.graphs import check_compile
 from specdec.kv_cache import KeptRows
 from specdec.loading import LoadedPair, check_is_model, check_model_kind, check_modules
+from specdec.model_state import ModelState
 from specdec.prompts import TextStream, chat_rows, encode_prompts
 from specdec.provenance import WeightHash, hash_template
+from specdec.quantised import is_quantised, rounds_activations
 from specdec.reader import HostReader
 from specdec.result import Generation, Round
 from specdec.runner import Runner
@@ -39,6 +44,7 @@ class SpeculativeDecoder:
     Raises SpecdecError for a pair that cannot work and for a model whose ragged pass is not its plain pass.
     """
 
+    @pinned()
     def __init__(
         self,
         target_model: Any,
@@ -58,6 +64,7 @@ class SpeculativeDecoder:
         check_compile(compile)
         check_switch("fuse", fuse)
         check_switch("check", check)
+        self._lock = threading.RLock()  # two threads' calls wait for one another
         self.costs = as_costs(costs)
         self.default_chain = strategies is None
         self.strategies = make_drafters(strategies, draft_model is not None)
@@ -75,11 +82,14 @@ class SpeculativeDecoder:
         self._hashes = {role: WeightHash(r.model) for role, r in self._runners().items()}
         self._kept: KeptRows | None = None
         self._kept_chain: Chain | None = None
+        self._kept_states: dict[str, ModelState] = {}
         if check:
             for role, runner in self._runners().items():
-                self_test(runner, role)
+                if rounds_activations(runner.model) is None:  # a draft's: its passes differ, and may
+                    self_test(runner, role)
 
     @classmethod
+    @pinned()
     def from_pretrained(
         cls, target: str | Path, draft: str | Path | None = None, strategies: Any = None, **options: Any
     ) -> SpeculativeDecoder:
@@ -118,21 +128,22 @@ class SpeculativeDecoder:
         A KeyboardInterrupt ends the call early: finished tokens are returned, unfinished rows with reason
         `interrupted`. Raises SpecdecError for bad input before any work, and if every row fails.
         """
-        call = self._call(prompts, strategies, max_new_tokens=max_new_tokens, **options)
-        with call:
-            try:
-                for _ in call.engine.run():
-                    pass
-            except KeyboardInterrupt:
-                call.interrupt()
-        return call.result()
+        with self.working():
+            call = self._call(prompts, strategies, max_new_tokens=max_new_tokens, **options)
+            with call:
+                try:
+                    for _ in call.engine.run():
+                        pass
+                except KeyboardInterrupt:
+                    call.interrupt()
+            return call.result()
 
     def stream(self, prompt: Any, max_new_tokens: int = 128, strategies: Any = UNSET, **options: Any) -> Iterator[str]:
         """The text of one prompt, piece by piece; joined pieces equal `generate(...).texts[0]`."""
         if self.tokenizer is None:
             raise SpecdecError("stream needs a tokenizer: pass tokenizer=... when the decoder is built")
         call = self._single(prompt, "stream", strategies, max_new_tokens=max_new_tokens, **options)
-        return self._pieces(call)
+        return Steps(self._pieces(call), self._lock)
 
     def rounds(
         self, prompt: Any, max_new_tokens: int = 128, strategies: Any = UNSET, **options: Any
@@ -140,13 +151,13 @@ class SpeculativeDecoder:
         """One prompt, one `Round` at a time, with p and q at the drafted tokens."""
         call = self._single(prompt, "rounds", strategies, max_new_tokens=max_new_tokens, **options)
         call.record = True
-        return self._each_round(call)
+        return Steps(self._each_round(call), self._lock)
 
     def _pieces(self, call: Call) -> Iterator[str]:
         row = call.rows[0]
         text = TextStream(row.stops.stop_strings)
         with call:
-            for _ in call.engine.run():
+            for _ in call.run():
                 piece = text.piece(row.text()) if row.finish_reason is None else ""
                 if piece:
                     yield piece
@@ -158,7 +169,7 @@ class SpeculativeDecoder:
 
     def _each_round(self, call: Call) -> Iterator[Round]:
         with call:
-            for rounds in call.engine.run():
+            for rounds in call.run():
                 yield from rounds
         call.warn(call.engine.stats(call.seconds, call.reads_before))
 
@@ -170,12 +181,22 @@ class SpeculativeDecoder:
             raise SpecdecError(f"{verb} takes one prompt, got {len(call.rows)} rows")
         return call
 
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Inside, this thread has the decoder to itself and torch's ambient modes are specdec's (ambient.py)."""
+        with self._lock, pinned():
+            yield
+
     def refresh(self) -> None:
         """Follow what has become of the models since the last call."""
         for runner in self._runners().values():
             runner.refresh()
 
     def _call(self, prompts: Any, strategies: Any, **options: Any) -> Call:
+        with self.working():
+            return self._made_call(prompts, strategies, options)
+
+    def _made_call(self, prompts: Any, strategies: Any, options: dict[str, Any]) -> Call:
         self.refresh()
         settings = GenerationSettings.parse(options)
         drafters = self.strategies if strategies is UNSET else make_drafters(strategies, self.draft is not None)
@@ -199,7 +220,7 @@ class SpeculativeDecoder:
         # Experts that are one batched product a token see no other tokens; all other implementations group tokens.
         grouped = experts and getattr(config, "_experts_implementation", None) != "batched_mm"
         trees = tree_makers(drafters)
-        quantised = getattr(self.target.model.config, "quantization_config", None) is not None
+        quantised = is_quantised(self.target.model)
         if choice == "auto":
             half = self.target.dtype in (torch.bfloat16, torch.float16)
             return self.target.device.type == "cuda" and half and not experts and not quantised and not trees

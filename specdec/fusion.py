@@ -70,9 +70,13 @@ def _groups(model: nn.Module) -> Iterator[list[nn.Linear]]:
         for names in GROUPS:
             layers = [getattr(module, name, None) for name in names]
             # Adapters, quantised layers and layers that are fused already are left alone.
-            plain = [layer for layer in layers if type(layer) is nn.Linear and "forward" not in vars(layer)]
+            plain = [layer for layer in layers if type(layer) is nn.Linear and _is_plain(layer)]
             if len(plain) == len(names) and _alike(plain):
                 yield plain
+
+
+def _is_plain(layer: nn.Linear) -> bool:
+    return "forward" not in vars(layer) and type(layer.weight) is nn.Parameter
 
 
 def _alike(layers: list[nn.Linear]) -> bool:

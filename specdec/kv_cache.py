@@ -157,7 +157,7 @@ class RaggedCache(Cache):
         self.long: Tensor | None = None
         # Recorded passes know the buffers' addresses, so they live and die with them (graphs.py).
         self.graphs: dict[Any, Any] | None = None
-        self.recorded_from: tuple[int, ...] = ()
+        self.recorded_from: tuple[Any, ...] = ()
         self.pool: CachePool | None = None  # where it was leased
 
     def aim(self, slots: Tensor, rows: slice, kv_len: int) -> None:

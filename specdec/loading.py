@@ -17,6 +17,7 @@ from huggingface_hub import try_to_load_from_cache
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from specdec.ambient import pinned
 from specdec.attention import check_attention
 from specdec.checkpoint import (
     CONFIG,
@@ -32,6 +33,7 @@ from specdec.config import PairConfig, from_dict
 from specdec.demo_models import draft_path, target_path
 from specdec.errors import SpecdecError
 from specdec.model_config import is_recurrent
+from specdec.quantised import check_activations
 from specdec.report import ModelFacts, PairReport
 from specdec.rope import rope_settings, rope_type, switch_position
 from specdec.runner import context_length
@@ -115,6 +117,7 @@ class LoadedPair:
     report: PairReport
 
     @staticmethod
+    @pinned()
     def load(
         target: str | Path, draft: str | Path | None = None, *, translate: bool = False,
         shelf: MutableMapping[str, Any] | None = None, **options: Any,
@@ -404,6 +407,7 @@ def check_modules(target: Any, draft: Any, tokenizer: Any, draft_tokenizer: Any,
         if not hasattr(model, "get_output_embeddings") or model.get_output_embeddings() is None:
             raise SpecdecError(f"{role} ({type(model).__name__}) has no language-model head")
         check_weights(model, role)
+        check_activations(model, role)
         facts.append(ModelFacts.from_module(role, model))
     report = PairReport.make(facts)
     if draft is not None:

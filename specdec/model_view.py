@@ -51,6 +51,7 @@ class ModelView:
 
     def __init__(self, original: nn.Module, implementation: str):
         self.original, self.implementation = original, implementation
+        self.builds = 0
         self._build()
 
     def _build(self) -> None:
@@ -60,7 +61,8 @@ class ModelView:
             self.private = not copier.escaped
         except Exception:  # whatever an exotic module does when its attributes are read or set
             self.private = False
-        self._seen = Snapshot(copier.originals() if self.private else list(self.original.modules()))
+        self.builds += 1
+        self.seen = Snapshot(copier.originals() if self.private else list(self.original.modules()))
         if self.private:
             self.configs = [c for c in copier.configs if hasattr(c, "_attn_implementation_internal")]
             self._attend(self.implementation)
@@ -69,7 +71,7 @@ class ModelView:
 
     def refresh(self) -> bool:
         """Follow what has become of the original. Returns whether the view was made anew."""
-        if self._seen.is_current():
+        if self.seen.is_current():
             return False
         self._build()
         return True
@@ -195,7 +197,7 @@ class _Copier:
         self._look_for_globals(value)
         self._remember(value, value)  # where it refers to itself
         cells = value.__closure__ or ()
-        old = [_content(cell) for cell in cells]
+        old = [content_of(cell) for cell in cells]
         parts = [*old, value.__defaults__, value.__kwdefaults__]
         made = [self.value(part, depth) for part in parts]
         if all(map(is_, parts, made)):
@@ -260,7 +262,8 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _content(cell: CellType) -> Any:
+def content_of(cell: CellType) -> Any:
+    """What a closure's cell holds."""
     try:
         return cell.cell_contents
     except ValueError:  # empty
@@ -269,7 +272,8 @@ def _content(cell: CellType) -> Any:
 
 class Snapshot:
     """What modules were when they were copied: their attributes, their children, buffers and hooks, the code of their
-    classes, and the values in their configs."""
+    classes, and the values in their configs. `watched`: what hangs on them and can change while it stays where it is
+    (model_state.py)."""
 
     def __init__(self, modules: list[nn.Module]):
         dicts = [d for m in modules for d in (vars(m), *_own_dicts(m))]
@@ -279,6 +283,7 @@ class Snapshot:
         self.before = [dict(d) for d in self.filled]
         self.values = [v for d in self.filled for v in d.values()]
         self.modules, self.kinds = modules, [type(m) for m in modules]
+        self.watched = [v for m in modules for name, v in vars(m).items() if _can_change(name, v)]
         self.code = {kind: kind.forward for kind in set(self.kinds)}
         values = {id(v): v for m in modules for v in vars(m).values() if not isinstance(v, NOT_FOLLOWED)}
         self.configs = [(v, contents(v)) for v in values.values() if hasattr(v, "_attn_implementation_internal")]
@@ -302,6 +307,15 @@ class Snapshot:
     def _is_identical(self) -> bool:
         now = list(chain.from_iterable(map(dict.values, self.filled)))
         return len(now) == len(self.values) and all(map(is_, now, self.values))
+
+
+def _can_change(name: str, value: Any) -> bool:
+    if name in HOOKS or isinstance(value, Tensor):
+        return bool(name not in HOOKS or value)
+    own = name in ("_parameters", "_buffers", "_modules") or name.endswith(("_hooks", "_buffers_set"))
+    if own or isinstance(value, (*NOT_FOLLOWED, nn.Module)) or (isinstance(value, CONTAINERS) and not len(value)):
+        return False
+    return not hasattr(value, "_attn_implementation_internal")  # configs are compared when the view is refreshed
 
 
 def _own_dicts(module: nn.Module) -> list[dict[Any, Any]]:

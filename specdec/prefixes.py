@@ -132,7 +132,7 @@ class Prefixes:
         width = self.fed.shape[1]
         counted = [[n - 1 >= first for n in row[:width]] for first, row in zip(start, self.lengths, strict=True)]
         ids = torch.cat([known, self.fed], dim=1).clamp(0, vocab - 1)
-        table = torch.zeros(self.rows, vocab, device=self.device)
+        table = torch.zeros(self.rows, vocab, dtype=torch.float32, device=self.device)
         table.scatter_add_(1, ids[:, : known.shape[1]], weight)
         equal = (self.fed[:, :, None] == ids[:, None]) & to_device(counted, self.device, torch.bool)[..., None]
         return ids, table.gather(1, ids)[:, None] + self.on_path.to(torch.float32) @ equal.to(torch.float32)

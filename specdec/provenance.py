@@ -5,51 +5,101 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import specdec
 from specdec.device import sync_allowed
+from specdec.model_state import parts_of
 
 _SAMPLES = 64  # values read per parameter
+_KNOWN = ("torch", "transformers")  # what their modules compute follows from class, config and weights
+_PLAIN = (bool, int, float, str, type(None))
+_BOOKKEEPING = ("training", "_is_hf_initialized")
 
 
 class WeightHash:
-    """A short hash of a model's parameters: names, shapes, dtypes and evenly spaced values of each.
+    """A short hash of what a model computes with: names, shapes, dtypes and evenly spaced values of its parameters, and
+    what is set on modules that are not torch's or transformers' own, such as adapters.
 
-    It tells two checkpoints apart and notices training steps; it is no proof against tampering. Computed again only
-    when a parameter was replaced or written to.
+    It tells two checkpoints apart, an adapter from none, and notices training steps; it is no proof against tampering.
     """
 
     def __init__(self, model: nn.Module):
         self.model = model
-        self.key: Any = None
-        self.value = ""
 
     def get(self) -> str:
-        parameters = list(self.model.named_parameters())
-        key = tuple((p.data_ptr(), p._version) for _, p in parameters)
-        if key != self.key:
-            self.key, self.value = key, _hash_parameters(parameters)
-        return self.value
+        digest = hashlib.sha256()
+        samples: dict[torch.device, list[Tensor]] = {}
+        for name, tensor in _weights(self.model):
+            digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+            if is_traceable_wrapper_subclass(tensor):
+                digest.update(f"{type(tensor).__name__}{getattr(tensor, 'act_quant_kwargs', None)}".encode())
+            for part in parts_of(tensor.detach()):
+                if not part.is_meta:
+                    samples.setdefault(part.device, []).append(_sampled(part))
+        for device, found in samples.items():
+            with sync_allowed(device):
+                digest.update(torch.cat(found).cpu().numpy().tobytes())
+        for setting in _settings(self.model):
+            digest.update(setting.encode())
+        return digest.hexdigest()[:16]
 
 
-def _hash_parameters(parameters: Sequence[tuple[str, nn.Parameter]]) -> str:
-    digest = hashlib.sha256()
-    with torch.no_grad(), sync_allowed(parameters[0][1].device if parameters else torch.device("cpu")):
-        samples = []
-        for name, p in parameters:
-            digest.update(f"{name}{tuple(p.shape)}{p.dtype}".encode())
-            flat = p.detach().reshape(-1)
-            samples.append(flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES].to(torch.float32).cpu())
-        if samples:
-            digest.update(torch.cat(samples).numpy().tobytes())
-    return digest.hexdigest()[:16]
+def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, and buffers that are stored with them: quantised weights can be buffers."""
+    yield from model.named_parameters()
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}", buffer
+
+
+def _sampled(tensor: Tensor) -> Tensor:
+    flat = (tensor.int_repr() if tensor.is_quantized else tensor).reshape(-1)
+    return flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES].to(torch.float32)
+
+
+def _settings(model: nn.Module) -> Iterator[str]:
+    """Plain values, and lists and dicts of them, on modules of other packages and on modules with a `forward` of their
+    own: which adapter is on, its scale."""
+    for name, module in model.named_modules():
+        own = vars(module)
+        if type(module).__module__.split(".")[0] in _KNOWN and "forward" not in own:
+            continue
+        found = {key: value for key, value in own.items() if key not in _BOOKKEEPING and _is_plain(value)}
+        yield f"{name}{type(module).__name__}{'forward' in own}{sorted(found.items())}"
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(_is_plain(key) and _is_plain(v) for key, v in value.items())
+    return all(map(_is_plain, value)) if isinstance(value, (list, tuple)) else isinstance(value, _PLAIN)
+
+
+def adapters(model: nn.Module) -> list[dict[str, Any]]:
+    """The adapters (peft) in a model: which are active, merged or disabled, and their scales; one entry a combination,
+    with the number of modules that have it."""
+    found: Counter[str] = Counter()
+    for module in model.modules():
+        own = vars(module)
+        if "_active_adapter" in own and "_disable_adapters" in own:
+            active, scale = own["_active_adapter"], own.get("scaling")
+            entry = {
+                "active": [active] if isinstance(active, str) else list(active),
+                "disabled": bool(own["_disable_adapters"]),
+                "merged": list(own.get("merged_adapters", ())),
+                "scale": {str(k): float(v) for k, v in scale.items()} if isinstance(scale, dict) else None,
+            }
+            found[json.dumps(entry)] += 1
+    return [{**json.loads(entry), "modules": n} for entry, n in found.items()]
 
 
 def hash_ids(ids: Sequence[int]) -> str:

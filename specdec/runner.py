@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from specdec.alibi import Alibi
+from specdec.ambient import pinned
 from specdec.attention import Mask, MaskBuilder, check_attention, fastest
 from specdec.compiled import CompiledFunction, Compiler, Forward, compiled_before, compiled_forward
 from specdec.errors import SpecdecError
@@ -44,7 +45,9 @@ from specdec.graphs import (
 )
 from specdec.kv_cache import CachePool, RaggedCache, rounded_up
 from specdec.model_config import layer_configs
+from specdec.model_state import recorded_from
 from specdec.model_view import ModelView
+from specdec.quantised import rows_of, weight_of
 from specdec.rope import RowRope, switch_position
 from specdec.trees import TreePass, array_on
 
@@ -145,7 +148,7 @@ class Runner:
     def _adopt(self) -> None:
         """Take over what the model is now."""
         self.config: Any = self.model.config.get_text_config()
-        self.facts = self._facts()
+        self.facts = self.measure()
         self.device, self.dtype, self.embedded, self.vocab_size, self.context, n_layers = self.facts
         self.masks = MaskBuilder(self.config, self.view.implementation, self.dtype)
         self.fusion = Fusion(self.view.model) if self.fuse else None
@@ -163,19 +166,21 @@ class Runner:
         self.cache_argument = "cache" if "cache" in accepted else "past_key_values"
         self.can_trim_logits = "logits_to_keep" in accepted
 
-    def _facts(self) -> tuple[torch.device, torch.dtype, int, int, int, int]:
+    def measure(self) -> tuple[torch.device, torch.dtype, int, int, int, int]:
         """Device, dtype, ids that can be fed, ids that exist, context and layers of the model as it is."""
-        table, head = self.model.get_input_embeddings().weight, self.model.get_output_embeddings()
-        embedded = int(table.shape[0])
+        table, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        embedded = rows_of(table) or int(self.model.config.get_text_config().vocab_size)
         # Padded embeddings and heads can differ in rows; ids that only one of them has do not exist.
-        known = embedded if head is None else min(embedded, int(head.weight.shape[0]))
+        known = embedded if head is None else min(embedded, rows_of(head) or embedded)
+        weight = weight_of(table)
+        device = self.model.device if weight is None else weight.device
         config = self.model.config.get_text_config()
-        return table.device, self.model.dtype, embedded, known, context_length(config), len(layer_configs(config))
+        return device, self.model.dtype, embedded, known, context_length(config), len(layer_configs(config))
 
     def refresh(self) -> None:
         """Follow what the caller has done to the model since: modules, attributes, vocabulary, dtype, device."""
         changed = self.view.refresh()
-        if changed or self._facts() != self.facts:
+        if changed or self.measure() != self.facts:
             self._adopt()
 
     def step(
@@ -218,6 +223,7 @@ class Runner:
         """A pass, replayed where it can be."""
         return self.run(cache, key, inputs, lambda given: self.compute(cache, key, given))
 
+    @pinned()
     def run(self, cache: RaggedCache, key: Key, inputs: I, program: Callable[[I], R]) -> R:
         """Run a program around passes over `cache`, replayed where it can be. `key` names everything that the program
         depends on beside its inputs."""
@@ -249,7 +255,7 @@ class Runner:
         fused = nullcontext() if self.fusion is None or self.view.private else self.fusion.on()
         rotated = self.rope.on(cache.long_rows(rows, self.device)) if self.rope is not None else nullcontext()
         biased = self.alibi.on(cast(Tensor, masks)) if self.alibi is not None else nullcontext()
-        with torch.no_grad(), self.view.attending(attention), fused, rotated, biased:
+        with self.view.attending(attention), fused, rotated, biased:
             if forward is not None and not cache.nbytes:
                 self.view.model(**arguments)  # allocates: compiled code that did would be another program than the next
             out = (forward or self.view.model)(**arguments)
@@ -308,9 +314,9 @@ class Runner:
         """A cache for a call, to be given back to `pool`; with its recorded passes, if the weights have stayed."""
         cache = self.pool.lease(batch, capacity)
         if self.graphs is not None:
-            weights = tuple(t.data_ptr() for ts in (self.model.parameters(), self.model.buffers()) for t in ts)
-            if cache.graphs is None or cache.recorded_from != weights:
-                cache.graphs, cache.recorded_from = {}, weights
+            now = recorded_from(self.view)
+            if cache.graphs is None or cache.recorded_from != now:
+                cache.graphs, cache.recorded_from = {}, now
         return cache
 
     @property

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec.ambient import pinned
 from specdec.errors import SpecdecError
 from specdec.kv_cache import RaggedCache
 from specdec.model_view import ModelView
@@ -34,7 +35,7 @@ FAR = 1 << 17  # where the row's neighbour stands, if the context is as long
 NOTHING = shape_of(())
 
 
-@torch.no_grad()
+@pinned()
 def self_test(runner: Runner, role: str) -> None:
     """Raises SpecdecError for a model that is not supported; sets `runner.tree_fault` where trees are not."""
     kind = f"{role} ({runner.config.model_type})"

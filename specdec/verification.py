@@ -258,7 +258,7 @@ class Verifier:
         """q [B, S, V] aligned with the scores; None where no row claims any."""
         if not claims:
             return None
-        q = torch.zeros((self.batch, width, self.vocab_size), device=self.runner.device)
+        q = torch.zeros((self.batch, width, self.vocab_size), dtype=torch.float32, device=self.runner.device)
         put_rows(q, {b: law[:width] for b, law in claims.items()})
         return q
 

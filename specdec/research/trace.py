@@ -156,7 +156,7 @@ def record(
     rounds: list[Round] = []
     with call:
         try:
-            for found in call.engine.run():
+            for found in call.run():
                 rounds += found
                 if watch is not None:
                     for entry in found:

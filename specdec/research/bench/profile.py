@@ -45,7 +45,7 @@ def profile_rounds(
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with call:
-        running = call.engine.run()
+        running = call.run()
         seen = sum(1 for _ in zip(range(skip), running, strict=False))
         synchronise(device)
         # Memory, shapes and stacks stay off: they would slow the host further.
