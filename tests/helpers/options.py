@@ -60,6 +60,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "logprobs": {"temperature": 0.8, "acceptance": "match", "output_logprobs": True},
     "three slots": {"batch_size": 3, "temperature": 0.8},
     "one slot": {"batch_size": 1},
+    "automatic": {"draft_length": "auto"},
 }
 
 
@@ -67,7 +68,7 @@ class Outcome:
     """What a call comes to that no way of running its passes may change."""
 
     def __init__(self, decoder: SpeculativeDecoder, prompts: list[Any], strategy: str, call: str, **options: Any):
-        # Lengths are given: automatic length chooses others where passes cost something else.
+        # Lengths are given: automatic length, but on a CPU, chooses others where passes cost something else.
         options = {"seed": 3, "draft_length": "given", **options, **CALLS[call]}
         out = decoder.generate(prompts, strategies=STRATEGIES[strategy], **options)
         self.token_ids, self.finish_reasons, self.logprobs = out.token_ids, out.finish_reasons, out.logprobs
