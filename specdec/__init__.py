@@ -1,7 +1,5 @@
 """specdec: speculative decoding for researchers, in pure PyTorch on Hugging Face models."""
 
-__version__ = "0.1.0"
-
 from specdec.acceptance import AcceptanceRule, register_rule
 from specdec.config import UNSET, GenerationSettings, PairConfig, RunConfig
 from specdec.costs import CostTable, measure_costs
@@ -28,6 +26,7 @@ from specdec.loading import LoadedPair, load_pair
 from specdec.report import PairReport
 from specdec.result import Generation, Round
 from specdec.stats import Stats
+from specdec.version import __version__ as __version__
 
 __all__ = [
     "STRATEGIES", "UNSET", "AcceptanceRule", "CostTable", "Draft", "DraftModel", "DraftRequest", "Drafter",

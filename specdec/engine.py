@@ -32,13 +32,13 @@ import torch
 
 from specdec.acceptance import UNSOUND
 from specdec.details import details_of
+from specdec.device import to_device
 from specdec.drafters.base import NO_DRAFT, Draft, DraftRequest, RowNoise, RowSampling
 from specdec.drafters.chain import Chain
 from specdec.errors import SpecdecError
 from specdec.kv_cache import SHORT, KeptRows, shared_first
 from specdec.result import Round
 from specdec.rows import Row
-from specdec.runner import to_device
 from specdec.sampling import fold_int
 from specdec.stats import Stats, Times
 from specdec.trees import MISSING, moves, shape_of

@@ -25,15 +25,13 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
-from torch import Tensor
 
 from specdec.buffers import Buffers
 from specdec.device import sync_allowed
 from specdec.errors import SpecdecError
-from specdec.trees import TreePass
 
 MODES = ("off", "graph", "inductor", "max")
 # A graph of a large model takes some megabytes beside its pool, and prompts of many lengths would make many.
@@ -62,47 +60,6 @@ def choose_mode(value: str, model: Any, device: torch.device) -> str:
             warnings.warn(f"compile={value!r}: a model on several devices runs eagerly", stacklevel=3)
         return "off"
     return "graph" if value == "auto" else value
-
-
-class PassKey(NamedTuple):
-    """What is fixed in a pass: `batch` rows from `first_row` on, `width` columns, the K/V length that is read, how many
-    columns of logits (0 = all), whether hidden states are returned, and the slots of a tree's region (0 = no tree)."""
-
-    batch: int
-    first_row: int
-    width: int
-    kv_len: int
-    keep: int = 0
-    hidden: bool = False
-    region: int = 0
-
-    @property
-    def passes(self) -> int:
-        """Passes of the model in a program of this key."""
-        return 1
-
-    @property
-    def rare(self) -> bool:
-        """Whether this is prefill: of the chunks of prompts few have the same key, unless calls repeat."""
-        return self.keep > 0
-
-
-@dataclass(frozen=True)
-class PassInputs(Buffers):
-    """What varies: tokens [B, S], layout [2, B] (where each row starts and how many of its tokens are real), and where
-    the tokens stand in trees. All on the model's device."""
-
-    tokens: Tensor
-    layout: Tensor
-    tree: TreePass | None = None
-
-
-@dataclass(frozen=True)
-class PassResult(Buffers):
-    """logits [B, S', V]; hidden: every layer's states [B, S, H], or None."""
-
-    logits: Tensor
-    hidden: tuple[Tensor, ...] | None = None
 
 
 class Key(Protocol):
@@ -266,7 +223,7 @@ class Graphs:
 
     def _give_up(self, kind: str, reason: str) -> None:
         self.failures[kind] = reason
-        how = "runs eagerly: its passes" if kind == PassKey.__name__ else "is replayed pass by pass: larger programs"
+        how = "runs eagerly: its passes" if kind == "PassKey" else "is replayed pass by pass: larger programs"
         log.warning("%s %s cannot be recorded (%s)", self.name, how, reason)
 
 

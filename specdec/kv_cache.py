@@ -26,10 +26,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from specdec.device import moved
+from specdec.device import array_on, moved
 from specdec.errors import SpecdecError
 from specdec.model_config import attention_heads, layer_configs
-from specdec.trees import array_on
 
 SHORT = 16  # tokens: looking for a common beginning of less costs more than it saves
 

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.device import moved
-from specdec.runner import to_device
+from specdec.device import moved, to_device
 
 _PAST_THE_START = -1  # stands where a prefix is shorter than what is asked of it
 _PAST_THE_END = -2  # pads known texts of different lengths; never equal to the other

@@ -17,10 +17,9 @@ from torch import Tensor
 from transformers.generation import logits_process as hf
 
 from specdec.constraints import PrefixProcessor, PrefixStates
-from specdec.device import sent, sync_allowed
+from specdec.device import sent, sync_allowed, to_device
 from specdec.errors import SpecdecError
 from specdec.prefixes import History, Prefixes
-from specdec.runner import to_device
 
 
 class RowProcessors(list[Any]):

@@ -15,9 +15,9 @@ import transformers
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-import specdec
 from specdec.device import sync_allowed
 from specdec.model_state import parts_of
+from specdec.version import __version__
 
 _SAMPLES = 64  # values read per parameter
 _KNOWN = ("torch", "transformers")  # what their modules compute follows from class, config and weights
@@ -119,7 +119,7 @@ def hash_template(tokenizer: Any) -> str | None:
 def versions() -> dict[str, str]:
     """Versions of what a result depends on."""
     return {
-        "specdec": specdec.__version__,
+        "specdec": __version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from specdec.drafters.translation import draft_capacity
 from specdec.errors import SpecdecError
 from specdec.kv_cache import kv_cache_bytes
 from specdec.runner import context_length
@@ -20,6 +19,11 @@ from specdec.runner import context_length
 MAX_SIZE_DIFFERENCE = 128  # llama.cpp's limit on how far two vocabularies may differ in size
 FIRST_COMPARED_ID = 5  # llama.cpp compares token texts from this id on; the ids before are special
 SIZE_RATIO_WARNING = 1 / 3
+
+
+def draft_capacity(tokens: int) -> int:
+    """Tokens of the draft's cache for rows of `tokens` of the target's: its vocabulary may need more for one text."""
+    return 4 * tokens + 64
 
 
 @dataclass(frozen=True)

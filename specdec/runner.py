@@ -21,7 +21,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,27 +28,18 @@ from specdec.alibi import Alibi
 from specdec.ambient import pinned
 from specdec.attention import Mask, MaskBuilder, check_attention, fastest
 from specdec.compiled import CompiledFunction, Compiler, Forward, compiled_before, compiled_forward
+from specdec.device import to_device
 from specdec.errors import SpecdecError
 from specdec.fusion import Fusion
-from specdec.graphs import (
-    CudaRecorder,
-    Graphs,
-    I,
-    Key,
-    PassInputs,
-    PassKey,
-    PassResult,
-    R,
-    Recorder,
-    choose_mode,
-)
+from specdec.graphs import CudaRecorder, Graphs, I, Key, R, Recorder, choose_mode
 from specdec.kv_cache import CachePool, RaggedCache, rounded_up
 from specdec.model_config import layer_configs
 from specdec.model_state import recorded_from
 from specdec.model_view import ModelView
+from specdec.passes import PassInputs, PassKey, PassResult
 from specdec.quantised import rows_of, weight_of
 from specdec.rope import RowRope, switch_position
-from specdec.trees import TreePass, array_on
+from specdec.trees import TreePass
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -401,9 +391,3 @@ def context_length(config: Any) -> int:
         if isinstance(value, int) and value > 0:
             return value
     return 1 << 30
-
-
-def to_device(values: Any, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """A host list as a tensor on `device`, without making the host wait for the device."""
-    # Through numpy: torch reads nested lists ten times slower.
-    return array_on(np.array(values), device).to(dtype)

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from specdec.ambient import pinned
+from specdec.device import to_device
 from specdec.errors import SpecdecError
 from specdec.kv_cache import RaggedCache
 from specdec.model_view import ModelView
-from specdec.runner import Runner, Shapes, to_device
+from specdec.runner import Runner, Shapes
 from specdec.self_test_causes import cause, plain_cause
 from specdec.texts import first_line
 from specdec.trees import Shape, chain_parents, moves, shape_of, tree_pass

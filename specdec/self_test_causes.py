@@ -12,8 +12,9 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from specdec.attention import AttentionSwitch
+from specdec.device import to_device
 from specdec.model_config import cache_layers, field_of
-from specdec.runner import Runner, to_device
+from specdec.runner import Runner
 
 PLAIN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
 KNOWN_ATTENTION = {"full_attention", "sliding_attention", "global"}

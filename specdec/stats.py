@@ -19,8 +19,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from specdec.drafters.chain import Counters
-
 # Drafts are hardly ever accepted where at least 100 rounds asked for one and a drafted round accepts fewer than 0.05
 # tokens. Automatic length passes a bad strategy over: of the few rounds that drafted, at least 6, fewer than 0.15.
 LEAST_ASKED, HARDLY = 100, 0.05
@@ -29,6 +27,48 @@ LEAST_DRAFTED, HARDLY_OF_FEW = 6, 0.15
 
 class DraftWarning(UserWarning):
     """A strategy's drafts are hardly ever accepted."""
+
+
+@dataclass
+class Counters:
+    """Upstream's counters of one strategy; times in seconds. `n_gen_...` and `n_acc_...` end where the text ends, as
+    all figures do (upstream counts a whole draft, and an end of text as the target's own); calls are counted as
+    upstream does. Of automatic length (length.py): requests in which it was passed over, and requests by the number of
+    tokens to verify."""
+
+    n_call_begin: int = 0
+    n_call_draft: int = 0
+    n_call_accept: int = 0
+    n_gen_drafts: int = 0
+    n_acc_drafts: int = 0
+    n_gen_tokens: int = 0
+    n_acc_tokens: int = 0
+    n_acc_tokens_per_pos: list[int] = field(default_factory=list)
+    t_begin: float = 0.0
+    t_draft: float = 0.0
+    t_accept: float = 0.0
+    n_skipped: int = 0
+    n_asked_per_length: list[int] = field(default_factory=list)
+
+    def count_length(self, n: int) -> None:
+        if n == 0:
+            self.n_skipped += 1
+            return
+        self.n_asked_per_length += [0] * (n + 1 - len(self.n_asked_per_length))
+        self.n_asked_per_length[n] += 1
+
+    def count_accepted(self, n: int) -> None:
+        self.n_acc_tokens_per_pos += [0] * (n - len(self.n_acc_tokens_per_pos))
+        for i in range(n):
+            self.n_acc_tokens_per_pos[i] += 1
+        if n > 0:
+            self.n_acc_drafts += 1
+            self.n_acc_tokens += n
+
+    def count_drafted(self, n: int) -> None:
+        if n > 0:
+            self.n_gen_drafts += 1
+            self.n_gen_tokens += n
 
 
 class RoundRecord(NamedTuple):

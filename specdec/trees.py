@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from specdec.buffers import Buffers
-from specdec.device import sent
+from specdec.device import array_on
 from specdec.errors import SpecdecError
 
 Parents = tuple[int, ...]
@@ -207,8 +207,3 @@ def moves(row: int, columns: Sequence[int], start: int) -> list[tuple[int, int, 
     """(row, from slot, to slot) for each column of an accepted path that is not where a chain would have it. `start`:
     slot of column 0; columns: without column 0."""
     return [(row, start + column, start + 1 + i) for i, column in enumerate(columns) if column != i + 1]
-
-
-def array_on(values: np.ndarray, device: torch.device) -> Tensor:
-    """A host array as a tensor on `device`, without making the host wait for the device."""
-    return sent(torch.from_numpy(values), device)

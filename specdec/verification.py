@@ -22,27 +22,16 @@ from torch import Tensor
 from specdec.acceptance import AcceptanceRule, Block, Verdict, judge
 from specdec.buffers import Buffers
 from specdec.details import Probe
-from specdec.device import moved
+from specdec.device import array_on, moved
 from specdec.drafters.base import Draft
 from specdec.errors import SpecdecError
-from specdec.graphs import PassInputs, PassKey
 from specdec.kv_cache import RaggedCache
+from specdec.passes import PassInputs, PassKey
 from specdec.reader import Arriving, Form, HostReader, Packed
 from specdec.rows import Row
 from specdec.runner import PassOutput, Runner, Shapes
 from specdec.sampling import History, Sampling
-from specdec.trees import (
-    MISSING,
-    Parents,
-    Shape,
-    TreeLayout,
-    TreePass,
-    array_on,
-    chain_parents,
-    shape_of,
-    siblings,
-    tree_pass,
-)
+from specdec.trees import MISSING, Parents, Shape, TreeLayout, TreePass, chain_parents, shape_of, siblings, tree_pass
 
 # Columns of `VerifyInputs.table`; the drafts follow.
 STARTS, COUNTS, LAST, KEYS, POSITIONS, DONE, TOTALS, CLAIMS, DRAFT = range(9)

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec import PromptLookup, SpeculativeDecoder
-from specdec.drafters.chain import Counters
-from specdec.stats import RoundRecord, Stats, Tally, Times
+from specdec.stats import Counters, RoundRecord, Stats, Tally, Times
 from tests.helpers.playing import check_counts, quoting_ids
 from tests.helpers.tiny import tiny_model
 

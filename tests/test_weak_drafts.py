@@ -10,8 +10,7 @@ import pytest
 
 from specdec import Draft, SpeculativeDecoder
 from specdec.drafters.base import RowDrafter
-from specdec.drafters.chain import Counters
-from specdec.stats import DraftWarning, RoundRecord, Stats
+from specdec.stats import Counters, DraftWarning, RoundRecord, Stats
 from tests.helpers.playing import Scripted, random_ids, rest_of, right_until
 from tests.helpers.tiny import tiny_model
 

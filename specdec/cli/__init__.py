@@ -13,10 +13,10 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-import specdec
 from specdec.cli import ablate, bench, check, compare, demo, generate, lookup, trace
 from specdec.cli.output import quiet
 from specdec.errors import SpecdecError
+from specdec.version import __version__
 
 BAD_INPUT, INTERRUPTED = 2, 130
 
@@ -64,7 +64,7 @@ app = typer.Typer(
 
 def _version(asked: bool) -> None:
     if asked:
-        print(specdec.__version__)
+        print(__version__)
         raise typer.Exit
 
 

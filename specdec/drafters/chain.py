@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +23,7 @@ from specdec.drafters.base import NO_DRAFT, Draft, DraftContext, Drafter, DraftR
 from specdec.errors import SpecdecError
 from specdec.reader import HostReader
 from specdec.runner import PassOutput
+from specdec.stats import Counters
 from specdec.trees import check_parents
 
 if TYPE_CHECKING:
@@ -33,48 +33,6 @@ UPSTREAM_ORDER = (
     "ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache", "draft-model", "eagle3",
     "mtp", "dflash",
 )  # fmt: skip
-
-
-@dataclass
-class Counters:
-    """Upstream's counters of one strategy; times in seconds. `n_gen_...` and `n_acc_...` end where the text ends, as
-    all figures do (upstream counts a whole draft, and an end of text as the target's own); calls are counted as
-    upstream does. Of automatic length (length.py): requests in which it was passed over, and requests by the number of
-    tokens to verify."""
-
-    n_call_begin: int = 0
-    n_call_draft: int = 0
-    n_call_accept: int = 0
-    n_gen_drafts: int = 0
-    n_acc_drafts: int = 0
-    n_gen_tokens: int = 0
-    n_acc_tokens: int = 0
-    n_acc_tokens_per_pos: list[int] = field(default_factory=list)
-    t_begin: float = 0.0
-    t_draft: float = 0.0
-    t_accept: float = 0.0
-    n_skipped: int = 0
-    n_asked_per_length: list[int] = field(default_factory=list)
-
-    def count_length(self, n: int) -> None:
-        if n == 0:
-            self.n_skipped += 1
-            return
-        self.n_asked_per_length += [0] * (n + 1 - len(self.n_asked_per_length))
-        self.n_asked_per_length[n] += 1
-
-    def count_accepted(self, n: int) -> None:
-        self.n_acc_tokens_per_pos += [0] * (n - len(self.n_acc_tokens_per_pos))
-        for i in range(n):
-            self.n_acc_tokens_per_pos[i] += 1
-        if n > 0:
-            self.n_acc_drafts += 1
-            self.n_acc_tokens += n
-
-    def count_drafted(self, n: int) -> None:
-        if n > 0:
-            self.n_gen_drafts += 1
-            self.n_gen_tokens += n
 
 
 class Chain:

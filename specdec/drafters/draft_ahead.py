@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specdec.buffers import Buffers
+from specdec.device import array_on
 from specdec.drafters.base import DraftRequest
 from specdec.drafters.draft_core import DraftCore, Proposal, StepInputs, StepsKey, Stops, recordable, stream_of
-from specdec.trees import array_on
 
 # Columns of `AheadInputs.table`: ids of a row with a draft to be judged, the key of its draws, tokens of that draft.
 SIZE, STREAM, DRAFTED = range(3)

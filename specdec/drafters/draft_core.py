@@ -17,12 +17,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specdec.buffers import Buffers
+from specdec.device import array_on, to_device
 from specdec.drafters.base import Draft, DraftRequest, RowSampling, Tokens, as_array, pad_vocabulary, proposal_law
-from specdec.graphs import PassInputs, PassKey
 from specdec.kv_cache import KeptRows, shared_first
-from specdec.runner import Runner, Shapes, to_device
+from specdec.passes import PassInputs, PassKey
+from specdec.runner import Runner, Shapes
 from specdec.sampling import History, Purpose, best, race, streams
-from specdec.trees import Columns, Shape, array_on, moves, tree_pass
+from specdec.trees import Columns, Shape, moves, tree_pass
 
 CATCH_UP = 16  # a longer gap is prefilled; a shorter one rides in the first draft pass
 # Columns of `StepInputs.table`; the tokens to catch up with follow.

@@ -33,9 +33,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specdec.config import check_whole
+from specdec.device import to_device
 from specdec.drafters.base import Draft, DraftRequest, pad_vocabulary, proposal_law
 from specdec.errors import SpecdecError
-from specdec.runner import to_device
 from specdec.sampling import History, Purpose, exponential, fold, streams
 from specdec.trees import MISSING, Parents, shape_of
 

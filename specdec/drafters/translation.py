@@ -18,11 +18,7 @@ from specdec.drafters.base import BaseDrafter, Draft, DraftContext, DraftRequest
 from specdec.drafters.draft_core import DraftCore
 from specdec.errors import SpecdecError
 from specdec.kv_cache import common_prefix
-
-
-def draft_capacity(tokens: int) -> int:
-    """Tokens of the draft's cache for rows of `tokens` of the target's: its vocabulary may need more for one text."""
-    return 4 * tokens + 64
+from specdec.report import draft_capacity
 
 
 @dataclass

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from specdec.decoder import SpeculativeDecoder
+from specdec.device import to_device
 from specdec.drafters import make_drafters
 from specdec.errors import SpecdecError
 from specdec.research.ablation.config import PLAIN, AblationConfig, Cell
@@ -23,7 +24,6 @@ from specdec.research.ablation.runner import Progress, run_ablation
 from specdec.research.ablation.store import Store, read_manifest
 from specdec.research.ablation.summary import by_setting, setting_figures, theoretical_speedup
 from specdec.research.ablation.table import Row, as_rows
-from specdec.runner import to_device
 
 ALONE = "no draft"  # the pair of strategies that need no draft model
 EXAMINED = 16  # prompts of the teacher-forced passes

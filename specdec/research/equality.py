@@ -28,11 +28,12 @@ from torch import Tensor
 
 from specdec.config import check_whole
 from specdec.decoder import Call, SpeculativeDecoder
+from specdec.device import to_device
 from specdec.errors import SpecdecError
 from specdec.kv_cache import RaggedCache
 from specdec.model_view import ModelView
 from specdec.prompts import encode_prompts
-from specdec.runner import EXACT_WIDTH, Runner, Shapes, to_device
+from specdec.runner import EXACT_WIDTH, Runner, Shapes
 from specdec.sampling import History, Purpose, exponential, row_key, streams
 
 CONTESTED = 64  # best tokens whose scores the noise is measured on

@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.device import to_device
 from specdec.drafters.base import pad_vocabulary
 from specdec.errors import SpecdecError
-from specdec.runner import Runner, Shapes, to_device
+from specdec.runner import Runner, Shapes
 from specdec.sampling import History, Purpose, race, streams
 from specdec.theory import coupled_joint
 

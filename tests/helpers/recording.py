@@ -9,7 +9,8 @@ from typing import Any
 from unittest import mock
 
 from specdec.buffers import Buffers
-from specdec.graphs import PassResult, R, Recorded
+from specdec.graphs import R, Recorded
+from specdec.passes import PassResult
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from specdec.graphs import check_compile
 from specdec.research.bench.contenders.base import Contender, Output
 from specdec.research.bench.pair import sampled
 from specdec.runner import Runner
+from specdec.version import __version__
 
 DRAFTING = {"acceptance", "draft_length", "costs"}  # options that change no token of a comparable run
 SCENARIOS = {"max_new_tokens", "ignore_eos", "batch_size"}  # options that a scenario sets for all contenders
@@ -57,7 +58,7 @@ class Own(Contender):
         check_chain(self.strategies, True, self.generation)
 
     def version(self) -> str | None:
-        return specdec.__version__
+        return __version__
 
     def refuses(self, batch: int) -> str | None:
         error = None if self.measured is None else self.measured.get("error")
