@@ -2,7 +2,7 @@
 
 from specdec.acceptance import AcceptanceRule, register_rule
 from specdec.config import UNSET, GenerationSettings, PairConfig, RunConfig
-from specdec.costs import CostTable, measure_costs
+from specdec.costs import CostTable
 from specdec.decoder import SpeculativeDecoder
 from specdec.drafters import (
     STRATEGIES,
@@ -19,13 +19,14 @@ from specdec.drafters import (
     PromptLookup,
     Suffix,
     SuffixStore,
-)  # fmt: skip
+)
 from specdec.errors import SpecdecError
 from specdec.fusion import fuse_projections
 from specdec.loading import LoadedPair, load_pair
 from specdec.report import PairReport
 from specdec.result import Generation, Round
 from specdec.stats import Stats
+from specdec.timing import measure_costs
 from specdec.version import __version__ as __version__
 
 __all__ = [

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,17 +17,13 @@ import numpy as np
 import yaml
 
 from specdec.config import check_number, check_whole
-from specdec.drafters import STRATEGIES
-from specdec.drafters.base import DraftContext, DraftRequest, RowDrafter
 from specdec.errors import SpecdecError
-from specdec.provenance import device_name
 from specdec.quantised import weight_of
 from specdec.runner import Runner
 from specdec.texts import as_path, is_file, read_json, read_yaml, write_atomically
-from specdec.timing import measure_passes, room_for, round_seconds
 
 if TYPE_CHECKING:
-    from specdec.decoder import SpeculativeDecoder
+    pass
 
 Table = tuple[tuple[tuple[float, ...], ...], ...]
 
@@ -47,7 +41,7 @@ def check_axes(batches: Sequence[int], contexts: Sequence[int], widths: Sequence
     and widths from 1, widths at least two."""
     axes = (("batches", batches, 1, 1), ("contexts", contexts, least_context, 1), ("widths", widths, 1, 2))
     for name, given, first, least in axes:
-        _check_sequence(name, given)
+        check_sequence(name, given)
         values = list(given)
         for value in values:
             check_whole(f"costs: {name}", value, first)
@@ -56,7 +50,7 @@ def check_axes(batches: Sequence[int], contexts: Sequence[int], widths: Sequence
             raise SpecdecError(f"costs: {name} must be {least} or more numbers that ascend{start}, got {values}")
 
 
-def _check_sequence(name: str, values: Any) -> None:
+def check_sequence(name: str, values: Any) -> None:
     if isinstance(values, str) or not isinstance(values, Sequence):
         raise SpecdecError(f"costs: {name} must be a sequence of whole numbers, got {values!r}")
 
@@ -248,56 +242,3 @@ def check_costs(drafters: Sequence[Any], chosen: Sequence[bool], given: CostTabl
     model = any(a and d.name == "draft-model" for d, a in zip(drafters, chosen, strict=True))
     if given is not None and model and given.draft is None:
         raise SpecdecError("costs: the table has no draft model, and the length of draft-model is automatic")
-
-
-# -- measured --------------------------------------------------------------------------------------------------------
-
-
-def measure_costs(
-    decoder: SpeculativeDecoder, batches: Sequence[int] = (1,), contexts: Sequence[int] = CONTEXTS,
-    widths: Sequence[int] = WIDTHS, repeats: int = 3, progress: Callable[[str], None] = lambda what: None,
-) -> CostTable:  # fmt: skip
-    """Time this machine, for `generate(..., costs=...)`: the passes of greedy calls in the decoder's own modes
-    (timing.py), medians over `repeats` turns.
-
-    batches, widths: ascending from 1; contexts: those beyond what the models have count as the longest that leaves room
-    for a pass. Raises SpecdecError for others, and where no context is left.
-    """
-    check_axes(batches, (1,), widths)
-    _check_sequence("contexts", contexts)
-    for context in contexts:
-        check_whole("costs: contexts", context, 1)
-    check_whole("costs: repeats", repeats, 1)
-    room = room_for(decoder, widths)
-    contexts = tuple(sorted({min(c, room) for c in contexts}))
-    if not contexts or contexts[0] < 1:
-        raise SpecdecError(f"costs: contexts must be at least 1 and fit into the models, got {list(contexts)}")
-    seconds = measure_passes(decoder, batches, contexts, widths, repeats, progress)
-    tables = {
-        role: tuple(tuple(tuple(seconds[role, b, c, w] for w in widths) for c in contexts) for b in batches)
-        for role in decoder._runners()
-    }
-    return CostTable(
-        tables["target"], tables.get("draft"), tuple(batches), contexts, tuple(widths), round_seconds(decoder),
-        _call_seconds(STRATEGIES.values()), device_name(decoder.target.device), "measured",
-    )  # fmt: skip
-
-
-def _call_seconds(strategies: Iterable[type[Any]], tokens: int = 1000, rounds: int = 30) -> dict[str, float]:
-    """Seconds of a call of every strategy without a model, on a text that repeats and varies, and around it."""
-    ids = np.random.default_rng(0).integers(0, 200, tokens + rounds + 1)
-    ids[tokens // 2 :: 7] = 5
-    calls = {}
-    for kind in strategies:
-        if not issubclass(kind, RowDrafter):
-            continue
-        drafter = kind().fresh(DraftContext(1, len(ids), 1 << 31))
-        drafter.begin(0, ids[: tokens - 1])
-        times = []
-        for size in range(tokens, tokens + rounds):
-            started = time.perf_counter()
-            drafter.draft([DraftRequest(0, ids[: size - 1], int(ids[size - 1]), 5, size - 1)])
-            drafter.accept(0, 0, True)
-            times.append(time.perf_counter() - started)
-        calls[drafter.name] = statistics.median(times) + AROUND
-    return calls

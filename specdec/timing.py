@@ -2,21 +2,27 @@
 
 A *verify pass* is what lies between the drafts and the host's read; a *draft* is the program that catches up with the
 text and chooses some tokens. Nothing is prefilled: a pass takes as long over what an earlier call left in the cache, or
-over zeros, as over any text. Used for cost tables (costs.py) and for estimates (research/what_if.py).
+over zeros, as over any text. Used for measured cost tables (`measure_costs`) and for estimates (research/what_if.py).
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from specdec.acceptance import LEVIATHAN
-from specdec.drafters.base import Draft, DraftRequest, RowSampling
+from specdec.config import check_whole
+from specdec.costs import AROUND, CONTEXTS, WIDTHS, CostTable, check_axes, check_sequence
+from specdec.drafters import STRATEGIES
+from specdec.drafters.base import Draft, DraftContext, DraftRequest, RowDrafter, RowSampling
 from specdec.drafters.draft_core import DraftCore, Stops
+from specdec.errors import SpecdecError
+from specdec.provenance import device_name
 from specdec.reader import HostReader
 from specdec.rows import Row, StopRules
 from specdec.runner import Runner, Shapes
@@ -166,3 +172,53 @@ def _adding(function: Callable[..., Any], total: list[float]) -> Callable[..., A
         return made
 
     return timed
+
+
+def measure_costs(
+    decoder: SpeculativeDecoder, batches: Sequence[int] = (1,), contexts: Sequence[int] = CONTEXTS,
+    widths: Sequence[int] = WIDTHS, repeats: int = 3, progress: Callable[[str], None] = lambda what: None,
+) -> CostTable:  # fmt: skip
+    """Time this machine, for `generate(..., costs=...)`: the passes of greedy calls in the decoder's own modes
+    (timing.py), medians over `repeats` turns.
+
+    batches, widths: ascending from 1; contexts: those beyond what the models have count as the longest that leaves room
+    for a pass. Raises SpecdecError for others, and where no context is left.
+    """
+    check_axes(batches, (1,), widths)
+    check_sequence("contexts", contexts)
+    for context in contexts:
+        check_whole("costs: contexts", context, 1)
+    check_whole("costs: repeats", repeats, 1)
+    room = room_for(decoder, widths)
+    contexts = tuple(sorted({min(c, room) for c in contexts}))
+    if not contexts or contexts[0] < 1:
+        raise SpecdecError(f"costs: contexts must be at least 1 and fit into the models, got {list(contexts)}")
+    seconds = measure_passes(decoder, batches, contexts, widths, repeats, progress)
+    tables = {
+        role: tuple(tuple(tuple(seconds[role, b, c, w] for w in widths) for c in contexts) for b in batches)
+        for role in decoder._runners()
+    }
+    return CostTable(
+        tables["target"], tables.get("draft"), tuple(batches), contexts, tuple(widths), round_seconds(decoder),
+        _call_seconds(STRATEGIES.values()), device_name(decoder.target.device), "measured",
+    )  # fmt: skip
+
+
+def _call_seconds(strategies: Iterable[type[Any]], tokens: int = 1000, rounds: int = 30) -> dict[str, float]:
+    """Seconds of a call of every strategy without a model, on a text that repeats and varies, and around it."""
+    ids = np.random.default_rng(0).integers(0, 200, tokens + rounds + 1)
+    ids[tokens // 2 :: 7] = 5
+    calls = {}
+    for kind in strategies:
+        if not issubclass(kind, RowDrafter):
+            continue
+        drafter = kind().fresh(DraftContext(1, len(ids), 1 << 31))
+        drafter.begin(0, ids[: tokens - 1])
+        times = []
+        for size in range(tokens, tokens + rounds):
+            started = time.perf_counter()
+            drafter.draft([DraftRequest(0, ids[: size - 1], int(ids[size - 1]), 5, size - 1)])
+            drafter.accept(0, 0, True)
+            times.append(time.perf_counter() - started)
+        calls[drafter.name] = statistics.median(times) + AROUND
+    return calls

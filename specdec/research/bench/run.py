@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from specdec.costs import measure_costs
 from specdec.errors import SpecdecError
 from specdec.provenance import device_name
 from specdec.research.bench.config import BenchConfig
@@ -28,6 +27,7 @@ from specdec.research.bench.scenario import ScenarioRun
 from specdec.research.bench.targets import judge
 from specdec.research.datasets import load_prompts
 from specdec.research.prompt_sources import HUB
+from specdec.timing import measure_costs
 
 Progress = Callable[[str], None]
 
