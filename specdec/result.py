@@ -39,6 +39,11 @@ class Round:
     path: list[int] | None = None
     details: RoundDetails | None = None
 
+    @property
+    def is_continued(self) -> bool:
+        """Whether the draft goes on in the row's next pass: all that was tested was accepted, and more is left."""
+        return self.bonus is None and self.finish_reason is None
+
 
 @dataclass(frozen=True)
 class Generation:

@@ -19,7 +19,7 @@ from specdec.research.analysis import analyse
 from specdec.research.datasets import Prompt, as_given, load_prompts
 from specdec.research.demo import load_decoder
 from specdec.research.monitor import Monitor
-from specdec.research.trace import Trace, goes_on, record
+from specdec.research.trace import Trace, record
 from specdec.result import Round
 
 app = typer.Typer(
@@ -142,7 +142,7 @@ def _text(trace: Trace, index: int, rounds: Sequence[Round], palette: dict[str, 
                     text.append(_struck(trace, r), style=f"{colour} dim strike")
                 piece = row.pieces[at + j] if at + j < len(row.pieces) else f"{trace.text_of(r.tokens[j])} "
                 text.append(piece, style=colour if j < r.accepted else "")
-            if len(r.tokens) <= r.accepted and not goes_on(r):
+            if len(r.tokens) <= r.accepted and not r.is_continued:
                 text.append(_struck(trace, r), style=f"{colour} dim strike")
         elif not gap:
             text.append(" ... ", style="dim")

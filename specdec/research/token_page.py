@@ -15,10 +15,12 @@ import base64
 import hashlib
 from collections.abc import Iterator, Sequence
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from specdec.research.trace import Trace, goes_on
 from specdec.result import Round
+
+if TYPE_CHECKING:
+    from specdec.research.trace import Trace
 
 COLOURS = 6  # strategies with a colour of their own; later ones start again
 
@@ -165,7 +167,7 @@ def _spans(trace: Trace, index: int) -> Iterator[str]:
             else:
                 yield _span("span", "t", OWN, _about_own(trace, r, j), text)
             at += 1
-        if len(r.tokens) <= r.accepted and not goes_on(r):
+        if len(r.tokens) <= r.accepted and not r.is_continued:
             yield from _rejected(trace, r, path, before, kind)
 
 

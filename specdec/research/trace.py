@@ -19,6 +19,8 @@ from typing import Any
 
 from specdec.config import UNSET, check_whole
 from specdec.errors import SpecdecError
+from specdec.research.token_page import frame, page
+from specdec.research.trace_files import load, save
 from specdec.result import Generation, Round
 from specdec.texts import write_file
 
@@ -87,26 +89,20 @@ class Trace:
         found = []
         for r in self.rounds:
             found.append(begun[r.row])
-            begun[r.row] = begun[r.row] + r.accepted if goes_on(r) else 0
+            begun[r.row] = begun[r.row] + r.accepted if r.is_continued else 0
         return found
 
     def save(self, path: str | Path) -> Path:
         """Write PATH.safetensors and PATH.json; returns the latter's path."""
-        from specdec.research.trace_files import save
-
         return save(self, path)
 
     @staticmethod
     def load(path: str | Path) -> Trace:
         """Read what `save` wrote, by either file's name or without a suffix. Raises SpecdecError for anything else."""
-        from specdec.research.trace_files import load
-
-        return load(path)
+        return load(path, lambda rows, *rest: Trace([TraceRow(**row) for row in rows], *rest))
 
     def to_html(self, path: str | Path | None = None, title: str = "specdec trace") -> str:
         """The token page: one HTML file that needs nothing else. Returns it, and writes it where `path` is given."""
-        from specdec.research.token_page import page
-
         html = page(self, title)
         if path is not None:
             write_file(path, html, "token page")
@@ -118,14 +114,7 @@ class Trace:
         return f"Trace({len(self.rows)} rows, {len(self.rounds)} rounds, drafted by {drafters})"
 
     def _repr_html_(self) -> str:
-        from specdec.research.token_page import frame
-
         return frame(self)
-
-
-def goes_on(entry: Round) -> bool:
-    """Whether the round's draft is continued in the row's next pass."""
-    return entry.bonus is None and entry.finish_reason is None
 
 
 def record(

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from safetensors import SafetensorError
@@ -22,10 +22,12 @@ from safetensors.numpy import save as arrays_bytes
 
 from specdec.details import RoundDetails
 from specdec.errors import SpecdecError
-from specdec.research.trace import Trace, TraceRow
 from specdec.research.trace_checks import MOST_ID, check_array, check_document, check_range, check_rounds
 from specdec.result import Round
 from specdec.texts import as_path, first_line, parse_json, read_bytes, read_text, write_file
+
+if TYPE_CHECKING:
+    from specdec.research.trace import Trace
 
 FORMAT, VERSION = "specdec-trace", 1
 NOTHING = -1  # in place of an id or a name that a round has not
@@ -106,9 +108,9 @@ def _index(names: Sequence[str], name: str | None) -> int:
     return NOTHING if name is None else names.index(name)
 
 
-def load(path: str | Path) -> Trace:
-    """Read the two files. Raises SpecdecError where one is missing, is no part of a trace, belongs to another, or holds
-    what no run can have recorded."""
+def load(path: str | Path, make: Callable[..., Trace]) -> Trace:
+    """Read the two files; make(rows, rounds, tokens, provenance, stats) builds the trace. Raises SpecdecError where one
+    is missing, is no part of a trace, belongs to another, or holds what no run can have recorded."""
     arrays_path, text_path = _paths(path)
     text, data = read_text(text_path, "trace file"), read_bytes(arrays_path, "trace file")
     try:
@@ -129,9 +131,8 @@ def load(path: str | Path) -> Trace:
         raise SpecdecError(f"{arrays_path} is damaged: {first_line(error)}") from None
     _check_arrays(arrays, document, f"{arrays_path} is damaged")
     rounds = list(_rounds(document, arrays))
-    rows = [TraceRow(**row) for row in document["rows"]]
     tokens = {int(token): text for token, text in document["tokens"].items()}
-    trace = Trace(rows, rounds, tokens, document["provenance"], document["stats"])
+    trace = make(document["rows"], rounds, tokens, document["provenance"], document["stats"])
     check_rounds(trace, where)
     return trace
 
