@@ -372,7 +372,7 @@ def _check_decay(value: Any) -> None:
             for number in numbers[:2]:
                 check_number("", number, -sys.float_info.max, math.inf)
             return
-    raise SpecdecError(f"exponential_decay_length_penalty must be (start, factor), two numbers, got {value!r}")
+    raise SpecdecError(f"exponential_decay_length_penalty={value!r}: it must be (start, factor), two numbers")
 
 
 def as_list(value: Any) -> list[Any]:
