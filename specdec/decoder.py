@@ -76,6 +76,8 @@ class SpeculativeDecoder:
         self.report = check_modules(target_model, draft_model, tokenizer, draft_tokenizer, translate)
         self.target = Runner(target_model, attn_implementation, compile, fuse=fuse)
         self.draft = Runner(draft_model, attn_implementation, compile, fuse=fuse) if draft_model is not None else None
+        if self.draft is not None:
+            self.draft.exclude(self.report.differing)
         self.tokenizer, self.draft_tokenizer = tokenizer, draft_tokenizer or tokenizer
         self.exact = exact
         self.reader = HostReader()

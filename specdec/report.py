@@ -15,9 +15,8 @@ from transformers import AutoModelForCausalLM
 from specdec.errors import SpecdecError
 from specdec.kv_cache import kv_cache_bytes
 from specdec.runner import context_length
+from specdec.vocabulary import Vocabularies, compare_vocabularies, handling
 
-MAX_SIZE_DIFFERENCE = 128  # llama.cpp's limit on how far two vocabularies may differ in size
-FIRST_COMPARED_ID = 5  # llama.cpp compares token texts from this id on; the ids before are special
 SIZE_RATIO_WARNING = 1 / 3
 
 
@@ -72,10 +71,12 @@ class ModelFacts:
 
 @dataclass
 class PairReport:
-    """models: target, then draft; vocabulary: identical | compatible | translated | unchecked | None (no draft)."""
+    """models: target, then draft; vocabulary: identical | compatible | translated | unchecked | None (no draft);
+    differing: ids of a compatible pair that stand for one text in one model only: the draft never proposes them."""
 
     models: list[ModelFacts]
     vocabulary: str | None = None
+    differing: tuple[int, ...] = ()
     size_ratio: float | None = None
     warnings: list[str] = field(default_factory=list)
 
@@ -104,9 +105,15 @@ class PairReport:
             if len({m.vocab_size for m in self.models}) > 1:
                 self.warnings.append("vocabulary sizes differ and there is no second tokenizer to compare with")
             return
-        difference = compare_vocabularies(tokenizer, draft_tokenizer)
-        if difference in ("identical", "compatible"):
-            self.vocabulary = difference
+        found = Vocabularies.compare(tokenizer, draft_tokenizer)
+        if found.refusal is None:
+            self.vocabulary, self.differing = found.kind, found.differing
+            if self.differing:
+                self.warnings.append(
+                    f"{len(self.differing)} ids are not the same in target and draft, which never proposes them: "
+                    f"{found.examples}"
+                )
+                self.warnings += [f"{part}: the target's counts" for part in handling(tokenizer, draft_tokenizer)]
             self.warnings += [
                 f"{name.upper()} differs: id {a} in the target, id {b} in the draft; the target's counts"
                 for name in ("bos", "eos")
@@ -115,7 +122,7 @@ class PairReport:
             return
         if not translate:
             raise SpecdecError(
-                f"tokenizer mismatch between target and draft: {difference}; a draft-model strategy with "
+                f"tokenizer mismatch between target and draft: {found.refusal}; a draft-model strategy with "
                 "translate=True drafts through text instead"
             )
         self.vocabulary = "translated"
@@ -144,44 +151,11 @@ class PairReport:
         return {
             "models": models,
             "vocabulary": self.vocabulary,
+            "differing_ids": list(self.differing),
             "size_ratio": self.size_ratio,
             "warnings": list(self.warnings),
             "memory": self.memory(batch, tokens),
         }
 
 
-def compare_vocabularies(target: Any, draft: Any) -> str:
-    """ "identical", "compatible", or what differs.
-
-    Compatible is llama.cpp's rule: the same kind of tokenizer, the same BOS and EOS handling, sizes within 128, and
-    the same text for every id from 5 on.
-    """
-    if target.get_vocab() == draft.get_vocab():
-        return "identical"
-    mine, theirs = _kind(target), _kind(draft)
-    if mine != theirs:
-        return f"tokenizer kinds {mine} and {theirs}"
-    for name in ("bos", "eos"):
-        a, b = _adds(target, name), _adds(draft, name)
-        if a != b:
-            return f"{name.upper()} handling {a} and {b}"
-    if abs(len(target) - len(draft)) > MAX_SIZE_DIFFERENCE:
-        return f"vocabulary sizes {len(target)} and {len(draft)} differ by more than {MAX_SIZE_DIFFERENCE}"
-    for i in range(FIRST_COMPARED_ID, min(len(target), len(draft))):
-        a, b = target.convert_ids_to_tokens(i), draft.convert_ids_to_tokens(i)
-        if a != b:
-            return f"token {i} is {a!r} and {b!r}"
-    return "compatible"
-
-
-def _kind(tokenizer: Any) -> str:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    return type(backend.model).__name__ if backend is not None else type(tokenizer).__name__
-
-
-def _adds(tokenizer: Any, name: str) -> str:
-    """Whether a BOS / EOS is added to text, and which id."""
-    token = getattr(tokenizer, f"{name}_token_id")
-    ids = tokenizer("a")["input_ids"]
-    present = bool(ids) and token is not None and token in (ids[:1] if name == "bos" else ids[-1:])
-    return f"adds id {token}" if present else "adds none"
+__all__ = ["ModelFacts", "PairReport", "compare_vocabularies"]

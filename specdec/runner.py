@@ -133,6 +133,7 @@ class Runner:
         self.own_attention = self.attn_implementation is None
         self.view = ModelView(self.model, check_attention(self.attn_implementation))
         self.tree_fault: str | None = None  # why trees are refused, once the self-test has tried one
+        self.excluded_ids: tuple[int, ...] = ()
         self._adopt()
 
     def _adopt(self) -> None:
@@ -155,6 +156,14 @@ class Runner:
         # transformers 5.24 renamed the argument; the old name still works there but warns.
         self.cache_argument = "cache" if "cache" in accepted else "past_key_values"
         self.can_trim_logits = "logits_to_keep" in accepted
+        self.exclude(self.excluded_ids)
+
+    def exclude(self, ids: Sequence[int]) -> None:
+        """As a draft, never propose these ids: they mean another text to the target. `excluded`: those of them that
+        the model has, int64 [n] where its recorded programs find them again, or None."""
+        self.excluded_ids = tuple(ids)
+        known = [i for i in self.excluded_ids if 0 <= i < self.vocab_size]
+        self.excluded = to_device(known, self.device) if known else None
 
     def measure(self) -> tuple[torch.device, torch.dtype, int, int, int, int]:
         """Device, dtype, ids that can be fed, ids that exist, context and layers of the model as it is."""

@@ -254,12 +254,15 @@ def empty_like(requests: Sequence[DraftRequest]) -> list[Draft]:
     return [Draft() for _ in requests]
 
 
-def pad_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:
+def pad_vocabulary(logits: Tensor, vocab_size: int, excluded: Tensor | None = None) -> Tensor:
     """Draft logits [..., V_draft] over the target's vocabulary [..., vocab_size].
 
-    Ids that the target lacks are removed *before* anything is sampled, ids that the draft lacks get probability 0:
-    cutting a draft at a sampled token instead would change the output's law.
+    Ids that the target lacks, and `excluded` [n] that mean another text to it, are removed *before* anything is
+    sampled; ids that the draft lacks get probability 0: cutting a draft at a sampled token instead would change the
+    output's law.
     """
+    if excluded is not None:
+        logits = logits.index_fill(-1, excluded, float("-inf"))
     width = logits.shape[-1]
     if width >= vocab_size:
         return logits[..., :vocab_size]

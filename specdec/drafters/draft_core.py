@@ -284,7 +284,7 @@ class DraftCore:
         lives: list[Tensor] = []
         laws: list[Tensor] = []
         for i in range(key.steps):
-            logits = pad_vocabulary(logits, key.vocab_size)
+            logits = pad_vocabulary(logits, key.vocab_size, runner.excluded)
             history = texts.history(tokens, self.batch) if texts else None
             token, sound, law = self._choose(key, sampling, logits, history, numbers, i)
             tokens.append(token)

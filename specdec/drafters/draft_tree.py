@@ -136,7 +136,7 @@ class Growth:
         """The trees, by row."""
         logits = self.core.catch_up(self.requests)[:, None]  # [B, F, V_draft]
         for level in range(max(self.limits.values())):
-            logits = pad_vocabulary(logits, self.vocab)
+            logits = pad_vocabulary(logits, self.vocab, self.core.runner.excluded)
             scores = logits.float() if self.sampling is None else self._scores(logits)
             q = proposal_law(scores) if self.drawn else None
             counts = self._counts(logits, scores if q is None else q, level)

@@ -17,6 +17,7 @@ import torch
 from specdec.decoder import SpeculativeDecoder
 from specdec.device import to_device
 from specdec.drafters import make_drafters
+from specdec.drafters.base import pad_vocabulary
 from specdec.errors import SpecdecError
 from specdec.research.ablation.config import PLAIN, AblationConfig, Cell
 from specdec.research.ablation.merge import merge
@@ -169,19 +170,19 @@ class Laws:
         """One pass of each model. Greedy text is looked at with the laws of temperature 1."""
         temperature = float(generation.get("temperature", 0.0)) or 1.0
         text = [*ids, *tokens][:-1]
-        logs = []
+        laws = []
         for runner in (decoder.target, decoder.draft):
             assert runner is not None
-            scores = runner.model(input_ids=to_device([text], runner.device), use_cache=False).logits[0, len(ids) - 1 :]
-            logs.append(scores.float().cpu() / temperature)
-        width = min(scores.shape[-1] for scores in logs)
-        log_p, log_q = (torch.log_softmax(scores[:, :width], dim=-1) for scores in logs)
-        p, q = log_p.exp(), log_q.exp()
+            fed = to_device([text], runner.device).clamp(max=runner.embedded - 1)
+            scores = runner.model(input_ids=fed, use_cache=False).logits[0, len(ids) - 1 :]
+            scores = pad_vocabulary(scores, decoder.target.vocab_size, runner.excluded)
+            laws.append(torch.softmax(scores.float().cpu() / temperature, dim=-1))
+        p, q = laws
         return Laws(
             torch.minimum(p, q).sum(-1),
             (p.argmax(-1) == q.argmax(-1)).float(),
-            -(p * log_p).sum(-1),
-            -(q * log_q).sum(-1),
+            torch.special.entr(p).sum(-1),
+            torch.special.entr(q).sum(-1),
         )
 
 

@@ -102,7 +102,7 @@ class _Reader:
             padded = fed + [0] * (self.shapes.width(len(fed)) - len(fed))
             tokens = to_device([padded], runner.device)
             logits = runner.step(self.cache, self.shapes, tokens, [start], [len(fed)]).logits[:, : len(fed)]
-            logits = pad_vocabulary(logits, self.vocab)
+            logits = pad_vocabulary(logits, self.vocab, runner.excluded)
             history = None
             if processors is not None:
                 known = to_device(ids[:start], runner.device)
