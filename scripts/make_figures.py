@@ -14,7 +14,7 @@ import json
 import shutil
 from pathlib import Path
 
-from specdec.research import plots
+from specdec.research.ablation import plots
 from specdec.research.ablation.merge import SUMMARY
 from specdec.research.ablation.table import TABLE
 

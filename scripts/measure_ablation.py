@@ -23,10 +23,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from specdec.files.texts import write_atomically
 from specdec.research.ablation import AblationConfig, load_ablation, merge, run_ablation
 from specdec.research.ablation.store import Plan, Store
 from specdec.research.bench import origin
-from specdec.texts import write_atomically
 
 ROOT = Path(__file__).resolve().parents[1]
 TOLD_EVERY = 50  # rows

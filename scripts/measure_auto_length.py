@@ -28,13 +28,13 @@ from typing import Any
 import torch
 
 import specdec
-from specdec.costs import CostTable, nominal_costs
+from specdec.drafters.costs import CostTable, nominal_costs
+from specdec.files.texts import write_atomically
 from specdec.research.bench import origin
 from specdec.research.bootstrap import ratio_of_ratios
-from specdec.research.datasets import load_prompts
-from specdec.research.replay import load_texts, model_free_chain, replay, replayed_seconds
-from specdec.research.smollm2 import fetch_folder
-from specdec.texts import write_atomically
+from specdec.research.models.smollm2 import fetch_folder
+from specdec.research.offline.replay import load_texts, model_free_chain, replay, replayed_seconds
+from specdec.research.prompts.datasets import load_prompts
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXTS = ROOT / "results" / "texts_smollm2.npz"

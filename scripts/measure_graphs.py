@@ -23,11 +23,11 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import specdec
-from specdec.attention import MATMUL, RAGGED
-from specdec.provenance import device_name
+from specdec.decoding.provenance import device_name
+from specdec.models.attention import MATMUL, RAGGED
+from specdec.models.runner import Runner, Shapes
 from specdec.research.bench import origin
 from specdec.research.bench.passes import bandwidth, pass_ms, timed
-from specdec.runner import Runner, Shapes
 
 LLAMA = {
     "135M": {

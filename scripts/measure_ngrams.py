@@ -26,7 +26,7 @@ from specdec.drafters.base import DraftContext, DraftRequest
 from specdec.drafters.chain import Chain, build_chain
 from specdec.research.bench import origin
 from specdec.research.bootstrap import DRAWS, difference
-from specdec.research.replay import Text, load_texts, replay
+from specdec.research.offline.replay import Text, load_texts, replay
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXTS = {

@@ -21,9 +21,9 @@ import torch
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specdec.prefixes import History
-from specdec.processors import apply_processors
-from specdec.sampling import build_sampling
+from specdec.sampling.prefixes import History
+from specdec.sampling.processors import apply_processors
+from specdec.sampling.sampling import build_sampling
 
 ROWS, COLUMNS, VOCAB = 8, 8, 49_152
 CASES: dict[str, dict[str, Any]] = {

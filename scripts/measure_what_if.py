@@ -37,12 +37,12 @@ import numpy as np
 import torch
 
 import specdec
-from specdec.provenance import device_name, versions
-from specdec.research import what_if
+from specdec.decoding.provenance import device_name, versions
+from specdec.files.texts import write_atomically
 from specdec.research.bootstrap import ratio_error
-from specdec.research.datasets import load_prompts
-from specdec.research.replay import Text, load_texts
-from specdec.texts import write_atomically
+from specdec.research.offline import what_if
+from specdec.research.offline.replay import Text, load_texts
+from specdec.research.prompts.datasets import load_prompts
 
 ROOT = Path(__file__).resolve().parents[1]
 Z95 = 1.959964
@@ -318,8 +318,8 @@ def embedded(arguments: argparse.Namespace) -> Part:
 
 def smollm2(arguments: argparse.Namespace) -> Part:
     """n-gram strategies on prompts of many lengths, prompt by prompt; drafts on the shortest, which batch well."""
-    from specdec.research.inflate import coarsen
-    from specdec.research.smollm2 import fetch_folder
+    from specdec.research.models.inflate import coarsen
+    from specdec.research.models.smollm2 import fetch_folder
 
     known = sorted(load_texts(ROOT / "results" / "texts_smollm2.npz"), key=lambda t: len(t.prompt))
     known = [t for t in known if len(t.prompt) <= 256 and len(t.output) >= arguments.tokens]

@@ -18,8 +18,8 @@ from dataclasses import asdict
 from datetime import date
 from pathlib import Path
 
-from specdec.provenance import versions
-from specdec.research.model_sweep import model_types, sweep
+from specdec.decoding.provenance import versions
+from specdec.research.models.sweep import model_types, sweep
 
 
 def main() -> None:

@@ -4,8 +4,8 @@
     python scripts/write_greedy_texts.py embedded --out results/texts_embedded.npz
 
 Greedy text does not depend on the drafter, so one plain run of a model serves every comparison: the strategies are
-replayed on it without the model (`specdec.research.replay`). The file holds the ids of every Spec-Bench prompt (its
-first turn, through the chat template where the model has one) and of the text that followed.
+replayed on it without the model (`specdec.research.offline.replay`). The file holds the ids of every Spec-Bench prompt
+(its first turn, through the chat template where the model has one) and of the text that followed.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 
 import specdec
 from specdec.demo_models import target_path
-from specdec.research.datasets import load_prompts
-from specdec.research.replay import save_texts
+from specdec.research.offline.replay import save_texts
+from specdec.research.prompts.datasets import load_prompts
 
 
 def main() -> None:
@@ -63,7 +63,7 @@ def _folder(model: str) -> str:
     if model == "embedded":
         return str(target_path())
     if model == "smollm2":
-        from specdec.research.smollm2 import fetch_folder
+        from specdec.research.models.smollm2 import fetch_folder
 
         return str(fetch_folder())
     return model

@@ -24,13 +24,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from specdec.research.ablation.plots import PLOTS, context_curve
 from specdec.research.bench import report
-from specdec.research.exactness import PARTS
-from specdec.research.exactness_summary import RunRow, rows
-from specdec.research.model_sweep import models_block
-from specdec.research.ngram_report import acceptance_block, cost_block, table
-from specdec.research.plots import PLOTS, context_curve
-from specdec.research.speed_report import speed_block
+from specdec.research.bench.ngram_report import acceptance_block, cost_block, table
+from specdec.research.bench.speed_report import speed_block
+from specdec.research.exactness.run import PARTS
+from specdec.research.exactness.summary import RunRow, rows
+from specdec.research.models.sweep import models_block
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results" / "bench_smoke_cpu.json"

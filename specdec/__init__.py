@@ -1,9 +1,11 @@
 """specdec: speculative decoding for researchers, in pure PyTorch on Hugging Face models."""
 
-from specdec.acceptance import AcceptanceRule, register_rule
+from specdec import old_names
 from specdec.config import UNSET, GenerationSettings, PairConfig, RunConfig
-from specdec.costs import CostTable
 from specdec.decoder import SpeculativeDecoder
+from specdec.decoding.acceptance import AcceptanceRule, register_rule
+from specdec.decoding.result import Generation, Round
+from specdec.decoding.timing import measure_costs
 from specdec.drafters import (
     STRATEGIES,
     Draft,
@@ -20,14 +22,15 @@ from specdec.drafters import (
     Suffix,
     SuffixStore,
 )
+from specdec.drafters.costs import CostTable
 from specdec.errors import SpecdecError
-from specdec.fusion import fuse_projections
-from specdec.loading import LoadedPair, load_pair
-from specdec.report import PairReport
-from specdec.result import Generation, Round
+from specdec.models.fuse_projections import fuse_projections
+from specdec.models.loading import LoadedPair, load_pair
+from specdec.models.pair_report import PairReport
 from specdec.stats import Stats
-from specdec.timing import measure_costs
 from specdec.version import __version__ as __version__
+
+old_names.install()
 
 __all__ = [
     "STRATEGIES", "UNSET", "AcceptanceRule", "CostTable", "Draft", "DraftModel", "DraftRequest", "Drafter",

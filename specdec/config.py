@@ -20,10 +20,10 @@ import numpy as np
 import torch
 import yaml
 
-from specdec.constraints import PrefixProcessor
 from specdec.errors import SpecdecError
-from specdec.sampling import OWN_FIELDS, TEXT_FIELDS, WARPER_FIELDS
-from specdec.texts import read_yaml
+from specdec.files.texts import read_yaml
+from specdec.sampling.constraints import PrefixProcessor
+from specdec.sampling.sampling import OWN_FIELDS, TEXT_FIELDS, WARPER_FIELDS
 
 
 class _Unset:
@@ -72,9 +72,9 @@ class GenerationSettings:
     max_new_tokens: most tokens emitted a row. seed: int = row i is keyed (seed, i); list = one seed a prompt; None =
     fresh. temperature: 0 = greedy. top_k: 0 = off. top_p in (0, 1]. min_p in [0, 1]. presence_penalty and
     frequency_penalty in [-2, 2]: OpenAI's, over generated ids. processors: other GenerationConfig fields by name.
-    logits_processor: transformers' processors, callables, or `specdec.constraints`. eos_token_id: UNSET = the model's,
-    None = none, int or list. batch_size: rows in one pass, None = all prompts up to 8. keep_state: reuse the K/V of
-    earlier rows that a prompt extends.
+    logits_processor: transformers' processors, callables, or `specdec.sampling.constraints`. eos_token_id: UNSET = the
+    model's, None = none, int or list. batch_size: rows in one pass, None = all prompts up to 8. keep_state: reuse the
+    K/V of earlier rows that a prompt extends.
     """
 
     max_new_tokens: int = 128

@@ -1,4 +1,5 @@
-"""`SpeculativeDecoder`: what users hold. Two models, their runners, and the calls that are made of them (call.py)."""
+"""`SpeculativeDecoder`: what users hold. Two models, their runners, and the calls that are made of them
+(decoding/call.py)."""
 
 from __future__ import annotations
 
@@ -10,24 +11,24 @@ from typing import Any
 
 import torch
 
-from specdec.ambient import Steps, pinned
-from specdec.call import Call
 from specdec.config import UNSET, GenerationSettings, check_exact, check_switch
-from specdec.costs import as_costs
+from specdec.decoding.call import Call
+from specdec.decoding.prompts import TextStream, chat_rows, encode_prompts
+from specdec.decoding.provenance import WeightHash, hash_template
+from specdec.decoding.result import Generation, Round
+from specdec.device.ambient import Steps, pinned
+from specdec.device.graphs import check_compile
+from specdec.device.host_read import HostReader
 from specdec.drafters import make_drafters, tree_makers
 from specdec.drafters.chain import Chain, upstream_order
+from specdec.drafters.costs import as_costs
 from specdec.errors import SpecdecError
-from specdec.graphs import check_compile
-from specdec.kv_cache import KeptRows
-from specdec.loading import LoadedPair, check_is_model, check_model_kind, check_modules
-from specdec.model_state import ModelState
-from specdec.prompts import TextStream, chat_rows, encode_prompts
-from specdec.provenance import WeightHash, hash_template
-from specdec.quantised import is_quantised, rounds_activations
-from specdec.reader import HostReader
-from specdec.result import Generation, Round
-from specdec.runner import Runner
-from specdec.self_test import self_test
+from specdec.models.kv_cache import KeptRows
+from specdec.models.loading import LoadedPair, check_is_model, check_model_kind, check_modules
+from specdec.models.quantised import is_quantised, rounds_activations
+from specdec.models.runner import Runner
+from specdec.models.self_test import self_test
+from specdec.models.state import ModelState
 
 
 class SpeculativeDecoder:
@@ -38,8 +39,8 @@ class SpeculativeDecoder:
     None = `draft-model` with a draft and `prompt-lookup` without, [] = plain decoding; attn_implementation: None =
     specdec's own, or "sdpa" / "eager"; exact: True, False or "auto" (docs/exactness.md); compile: "auto" = "graph" on a
     GPU and "off" elsewhere, or one of these, "inductor" or "max" (docs/speed.md); fuse: compute projections of one
-    input together, in both models (fusion.py); costs: a `specdec.CostTable` or its file, for automatic draft length,
-    None = nominal (docs/automatic_length.md).
+    input together, in both models (models/fuse_projections.py); costs: a `specdec.CostTable` or its file, for automatic
+    draft length, None = nominal (docs/automatic_length.md).
 
     Raises SpecdecError for a pair that cannot work and for a model whose ragged pass is not its plain pass.
     """
@@ -185,7 +186,7 @@ class SpeculativeDecoder:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Inside, this thread has the decoder to itself and torch's ambient modes are specdec's (ambient.py)."""
+        """Inside, this thread has the decoder to itself and torch's ambient modes are specdec's (device/ambient.py)."""
         with self._lock, pinned():
             yield
 

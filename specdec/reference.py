@@ -2,7 +2,7 @@
 
 Algorithm 1 of Leviathan et al. (2023) with the engine's own random numbers: the engine must equal it token for token
 (tests/test_reference.py). p is the target's distribution, q the draft's, V the vocabulary, n the tokens known so far.
-To change the algorithm, change it here first, then in engine.py, whose loop has the same five steps.
+To change the algorithm, change it here first, then in decoding/engine.py, whose loop has the same five steps.
 """
 
 from collections.abc import Collection, Sequence
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.sampling import Purpose, Sampling, fold_int, race, row_key, streams, uniform
+from specdec.sampling.sampling import Purpose, Sampling, fold_int, race, row_key, streams, uniform
 
 
 @torch.no_grad()

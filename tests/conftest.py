@@ -17,7 +17,7 @@ import torch
 from hypothesis import settings
 
 from specdec.errors import SpecdecError
-from specdec.research import smollm2
+from specdec.research.models import smollm2
 
 # More threads than free cores make small operations slower by orders of magnitude; set 1 on a busy machine.
 _DEFAULT = "1" if "PYTEST_XDIST_WORKER" in os.environ else "2"

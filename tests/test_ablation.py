@@ -16,8 +16,8 @@ from transformers import AutoTokenizer
 import specdec
 from specdec import SpeculativeDecoder
 from specdec.config import dump_yaml
+from specdec.decoding.provenance import hash_ids
 from specdec.errors import SpecdecError
-from specdec.provenance import hash_ids
 from specdec.research.ablation import Share, as_rows, build_table, merge, run_ablation
 from specdec.research.ablation.journal import Journal, read_journals
 from specdec.research.ablation.runner import LAUNCHERS, row_seed
@@ -237,7 +237,7 @@ def test_rows_of_other_weights_are_not_mixed(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_each_model_is_loaded_once(pair: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two pairs and a target alone, interleaved with settings that need another dtype."""
-    from specdec import loading
+    from specdec.models import loading
 
     loaded: list[str] = []
     original = loading.AutoModelForCausalLM.from_pretrained

@@ -15,9 +15,9 @@ from specdec import SpeculativeDecoder
 from specdec.cli import app
 from specdec.config import dump_yaml
 from specdec.errors import SpecdecError
+from specdec.files.texts import write_atomically
 from specdec.research.ablation import AblationConfig, load_ablation, run_ablation
 from specdec.research.ablation.store import read_manifest
-from specdec.texts import write_atomically
 
 
 def cells(**values: Any) -> list[dict[str, Any]]:

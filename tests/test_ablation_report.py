@@ -17,11 +17,10 @@ from specdec import SpeculativeDecoder, theory
 from specdec.cli import app
 from specdec.cli.ablate import print_summary
 from specdec.errors import SpecdecError
-from specdec.research import plots
-from specdec.research.ablation import as_rows, merge, run_ablation
+from specdec.research.ablation import as_rows, merge, plots, run_ablation
+from specdec.research.ablation.compare import Laws, reasons
 from specdec.research.ablation.summary import measured_costs, paired, predicted_speedup, summarise, theoretical_speedup
 from specdec.research.ablation.table import first_difference
-from specdec.research.compare import Laws, reasons
 from tests.helpers.browser import browser, find_chromium
 from tests.helpers.grid import PROMPTS, grid, save_pair
 

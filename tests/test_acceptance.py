@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from specdec import theory
-from specdec.acceptance import (
+from specdec.decoding.acceptance import (
     COUPLED,
     LEVIATHAN,
     MATCH,
@@ -28,7 +28,7 @@ from specdec.acceptance import (
     register_rule,
 )
 from specdec.errors import SpecdecError
-from specdec.sampling import Purpose, Sampling, fold, race, streams, uniform
+from specdec.sampling.sampling import Purpose, Sampling, fold, race, streams, uniform
 from tests.helpers.broken import BROKEN_RULES
 from tests.helpers.laws import fit
 
@@ -347,7 +347,7 @@ def test_broken_rules_do_not_give_the_targets_law(name: str) -> None:
 
 
 def test_a_registered_rule_is_found_by_name_and_an_unknown_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specdec.acceptance.RULES", dict(RULES))
+    monkeypatch.setattr("specdec.decoding.acceptance.RULES", dict(RULES))
     rule = register_rule(BROKEN_RULES["accept-all"])
     assert find_rule("accept-all") is rule
     assert find_rule(LEVIATHAN) is LEVIATHAN

@@ -9,7 +9,8 @@ import pytest
 
 import specdec
 from specdec import SpecdecError
-from specdec.research.analysis import (
+from specdec.research.bootstrap import ratio
+from specdec.research.traces.analysis import (
     DIMENSIONS,
     analyse,
     by_position,
@@ -17,8 +18,7 @@ from specdec.research.analysis import (
     drafted_tokens,
     token_class,
 )
-from specdec.research.bootstrap import ratio
-from specdec.research.trace import Trace, record
+from specdec.research.traces.trace import Trace, record
 from tests.helpers.broken import BROKEN_RULES
 from tests.helpers.laws import small_model
 from tests.helpers.playing import random_ids, weaker
@@ -65,8 +65,8 @@ def test_a_rule_that_accepts_too_much_does_not_fit_the_laws(decoder: specdec.Spe
     """The control: what `leviathan` accepts and a third of the rest, or everything, is far out."""
     honest = BROKEN_RULES["accept-all"]
     if fault == "lenient":
-        from specdec.acceptance import LEVIATHAN
-        from specdec.sampling import Purpose, uniform
+        from specdec.decoding.acceptance import LEVIATHAN
+        from specdec.sampling.sampling import Purpose, uniform
 
         honest = replace(
             honest,

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from specdec.attention import (
+from specdec.errors import SpecdecError
+from specdec.models.attention import (
     MATMUL,
     RAGGED,
     AttentionSwitch,
@@ -17,7 +18,6 @@ from specdec.attention import (
     matmul_attention,
     ragged_attention,
 )
-from specdec.errors import SpecdecError
 from tests.helpers.tiny import tiny_model
 
 

@@ -15,11 +15,11 @@ from specdec import CostTable, LookupCache, SpecdecError
 from specdec.cli import app
 from specdec.cli.inputs import read_prompts, with_extra
 from specdec.config import load_yaml
-from specdec.loading import Source, load_pair
+from specdec.files.texts import parse_json, parse_yaml, read_json, read_text, read_yaml, write_file
+from specdec.models.loading import Source, load_pair
 from specdec.research.ablation.config import load_ablation
-from specdec.research.datasets import load_prompts
-from specdec.research.trace import Trace
-from specdec.texts import parse_json, parse_yaml, read_json, read_text, read_yaml, write_file
+from specdec.research.prompts.datasets import load_prompts
+from specdec.research.traces.trace import Trace
 
 LAUGHS = "\n".join(
     ["a: &a [x, x, x, x, x, x, x, x, x, x]"]

@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from specdec import DraftModel, NgramSimple, PromptLookup, SpecdecError, SpeculativeDecoder, load_pair
-from specdec.loading import check_model_kind
+from specdec.models.loading import check_model_kind
 from tests.helpers.playing import check_counts, counting_passes, quoting_ids, random_ids, weaker
 from tests.helpers.tiny import tiny_model
 from tests.helpers.tokens import byte_level, word_level

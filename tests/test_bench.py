@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from specdec.decoding.provenance import hash_ids
 from specdec.errors import SpecdecError
-from specdec.loading import load_tokenizer
-from specdec.provenance import hash_ids
+from specdec.models.loading import load_tokenizer
 from specdec.research.bench import smoke as bench
 from specdec.research.bench.contenders import Own
 from specdec.research.bench.report import made_with
-from specdec.research.speed_report import speed_block
+from specdec.research.bench.speed_report import speed_block
 from tests.helpers.scripts import load_script
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -17,9 +17,8 @@ from typer.testing import CliRunner
 from specdec.cli import app
 from specdec.cli.benchmark import bench_config
 from specdec.config import from_dict, load_yaml
+from specdec.decoding.provenance import hash_ids, hash_template
 from specdec.errors import SpecdecError
-from specdec.provenance import hash_ids, hash_template
-from specdec.research import smollm2
 from specdec.research.bench import profile, run, targets
 from specdec.research.bench.config import BenchConfig, DataChoice, ModelChoice, Scenario, Target
 from specdec.research.bench.contenders import make_contender
@@ -27,8 +26,9 @@ from specdec.research.bench.contenders.base import until_end
 from specdec.research.bench.contenders.hf import left_padded
 from specdec.research.bench.pair import Pair, bytes_read, items, long_rows, parameter_bytes, placed
 from specdec.research.bench.scenario import ScenarioRun
-from specdec.research.datasets import load_prompts
-from specdec.research.inflate import coarsen
+from specdec.research.models import smollm2
+from specdec.research.models.inflate import coarsen
+from specdec.research.prompts.datasets import load_prompts
 from tests.helpers.tiny import tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from specdec import SpecdecError, load_pair
 from specdec.cli import app
-from specdec.loading import load_tokenizer
+from specdec.models.loading import load_tokenizer
 from tests.helpers.tiny import tiny_model
 from tests.helpers.tokens import byte_level
 

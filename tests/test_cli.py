@@ -231,7 +231,7 @@ def test_check_reports_the_pair_and_its_memory(monkeypatch: pytest.MonkeyPatch) 
     def loads_weights(*arguments: Any, **options: Any) -> None:
         raise AssertionError("check must not load weights")
 
-    monkeypatch.setattr("specdec.loading.AutoModelForCausalLM.from_pretrained", loads_weights)
+    monkeypatch.setattr("specdec.models.loading.AutoModelForCausalLM.from_pretrained", loads_weights)
     small = run_json("check", *PAIR, "--batch-size", "1", "--tokens", "512")
     large = run_json("check", *PAIR, "--batch-size", "4", "--tokens", "512")
     assert small["vocabulary"] == "identical"

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from specdec import LookupCache
-from specdec.loading import load_tokenizer
-from specdec.research.lookup import lookup_stats
+from specdec.models.loading import load_tokenizer
+from specdec.research.offline.lookup import lookup_stats
 from tests.helpers.playing import quoting_ids, random_ids
 from tests.test_cli import refused, run, run_json
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from specdec.research.trace import Trace
+from specdec.research.traces.trace import Trace
 from tests.test_cli import refused, run, run_json
 
 PAIR = ("--target", "demo-target", "--draft", "demo-draft")

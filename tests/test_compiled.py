@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import specdec
-from specdec.compiled import (
+from specdec.models.compile_layers import (
     CompiledFunction,
     CompiledLayers,
     Compiler,
@@ -21,9 +21,9 @@ from specdec.compiled import (
     keep_compiled_code,
     parts_of,
 )
-from specdec.row_sums import LARGEST, ROWS, RowSums
-from specdec.runner import Runner, Shapes
-from specdec.sampling import best
+from specdec.models.runner import Runner, Shapes
+from specdec.models.small_matmul_pass import LARGEST, ROWS, RowSums
+from specdec.sampling.sampling import best
 from tests.helpers.recording import Rerun
 from tests.helpers.tiny import tiny_model
 
@@ -224,7 +224,7 @@ def test_only_small_matrices_are_made_sums_and_no_pass_of_a_target_in_exact_mode
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By the number of weights alone, whichever side is long. In exact mode no pass of a target has so few rows."""
-    monkeypatch.setattr("specdec.row_sums.LARGEST", 24 * 40)
+    monkeypatch.setattr("specdec.models.small_matmul_pass.LARGEST", 24 * 40)
     for inside, outside, kept in ((24, 40, 0), (40, 24, 0), (25, 40, 1), (24, 41, 1)):
         layer, x = nn.Linear(inside, outside, bias=False), torch.randn(1, 1, inside)
         graph = with_sums(layer, x)
@@ -234,7 +234,7 @@ def test_only_small_matrices_are_made_sums_and_no_pass_of_a_target_in_exact_mode
 
 
 def test_which_matrices_of_measured_models_are_made_sums() -> None:
-    """The figures are in row_sums.py: all of a 135M model's, with its projections fused, and none of a 6.4B model's."""
+    """The figures are in small_matmul_pass.py: all of a 135M model's, fused, and none of a 6.4B model's."""
     small = [576 * (576 + 2 * 192), 576 * 576, 576 * 2 * 1536, 1536 * 576]
     large = [4096 * 1344, 4096 * 4032, 4096 * 12288, 4096 * 2 * 12288]
     assert max(small) <= LARGEST < min(large)

@@ -10,8 +10,8 @@ import yaml
 
 from specdec.config import GenerationSettings, PairConfig, RunConfig, dump_yaml, load_yaml
 from specdec.errors import SpecdecError
+from specdec.files.texts import parse_yaml
 from specdec.research.demo import DEMO, run_demo
-from specdec.texts import parse_yaml
 
 DEMO_YAML = Path(__file__).resolve().parents[1] / "configs" / "demo.yaml"
 

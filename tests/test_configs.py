@@ -13,7 +13,7 @@ from specdec.decoder import check_draft
 from specdec.drafters import make_drafters
 from specdec.research.ablation import load_ablation
 from specdec.research.ablation.store import Plan
-from specdec.research.exactness import ExactnessConfig
+from specdec.research.exactness.run import ExactnessConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 # Those of `specdec bench CONFIG` are tested with it.

@@ -15,8 +15,8 @@ import transformers
 from transformers.generation import logits_process as hf
 
 from specdec import DraftModel, PromptLookup, SpecdecError, SpeculativeDecoder
-from specdec.constraints import Grammar, PrefixStates
-from specdec.processors import apply_processors
+from specdec.sampling.constraints import Grammar, PrefixStates
+from specdec.sampling.processors import apply_processors
 from tests.helpers.dfa import DFA, RollbackDFA, Table, accepts
 from tests.helpers.laws import small_model
 from tests.helpers.playing import Scripted, check_counts

@@ -9,7 +9,7 @@ import torch
 from transformers.generation import logits_process as hf
 
 from specdec import DraftModel, PromptLookup, SpecdecError, SpeculativeDecoder
-from specdec.contract import REFUSED, check_processors
+from specdec.sampling.processor_check import REFUSED, check_processors
 from tests.helpers.laws import small_model
 
 V = 13
@@ -170,7 +170,7 @@ def test_a_processor_that_does_not_take_made_up_texts_is_left_to_the_real_call()
 
 def test_a_refused_processor_would_change_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reason for all this: without the check, drafting changes what a counter makes of greedy decoding."""
-    monkeypatch.setattr("specdec.call.check_processors", lambda *_: None)
+    monkeypatch.setattr("specdec.decoding.call.check_processors", lambda *_: None)
     texts = [
         _pair().generate(PROMPT, 16, strategies=strategies, logits_processor=[Counter()]).token_ids
         for strategies in ([], [PromptLookup(n_max=3)])

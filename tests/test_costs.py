@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from specdec import CostTable, SpecdecError, SpeculativeDecoder, measure_costs
-from specdec.costs import nominal_costs
 from specdec.drafters import STRATEGIES
 from specdec.drafters.base import RowDrafter
-from specdec.runner import Runner, Shapes
+from specdec.drafters.costs import nominal_costs
+from specdec.models.runner import Runner, Shapes
 from tests.helpers.laws import small_model
 from tests.helpers.playing import weaker
 from tests.helpers.recording import Rerun

@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 import specdec
 from specdec import SpecdecError
 from specdec.cli import app
-from specdec.research.analysis import DIMENSIONS, analyse, by_position
-from specdec.research.replay import model_free_chain, replay
-from specdec.research.trace import Trace, record
+from specdec.research.offline.replay import model_free_chain, replay
+from specdec.research.traces.analysis import DIMENSIONS, analyse, by_position
+from specdec.research.traces.trace import Trace, record
 from tests.helpers.playing import looping, random_ids, weaker
 from tests.helpers.tiny import tiny_model
 from tests.helpers.tokens import byte_level

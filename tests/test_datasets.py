@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from specdec.decoding.prompts import encode_prompts
 from specdec.demo_models import target_path
 from specdec.errors import SpecdecError
-from specdec.prompts import encode_prompts
-from specdec.research.datasets import DATASETS, Prompt, as_given, load_prompts
+from specdec.research.prompts.datasets import DATASETS, Prompt, as_given, load_prompts
 
 
 def write(folder: Path, *lines: str) -> Path:

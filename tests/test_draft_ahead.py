@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.drafters import draft_ahead, draft_model
-from specdec.drafters.draft_ahead import _caught_up
-from specdec.drafters.draft_core import POSITIONS, STARTS, TOKENS
+from specdec.drafters.draft_model import pipelined as draft_ahead
+from specdec.drafters.draft_model import strategy as draft_model
+from specdec.drafters.draft_model.core import POSITIONS, STARTS, TOKENS
+from specdec.drafters.draft_model.pipelined import _caught_up
 from tests.helpers.recording import OnlyPasses, Rerun
 from tests.test_graphs import decoder
 

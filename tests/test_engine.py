@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from specdec import DraftModel, NgramSimple, PromptLookup, SpeculativeDecoder
-from specdec.verification import put_rows
+from specdec.decoding.verification import put_rows
 from tests.helpers.playing import (
     Scripted,
     check_counts,

@@ -12,7 +12,7 @@ import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from specdec import DraftModel, SpecdecError, SpeculativeDecoder
-from specdec.reader import HostReader
+from specdec.device.host_read import HostReader
 from tests.helpers.playing import Scripted, check_counts, counting_passes, quoting_ids, random_ids, weaker
 from tests.helpers.tiny import tiny_model
 from tests.oracle import oracle_greedy, oracle_logits

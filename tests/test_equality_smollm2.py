@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import specdec
-from specdec.research.datasets import load_prompts
+from specdec.research.prompts.datasets import load_prompts
 from tests.helpers.smollm2 import load_smollm2
 
 pytestmark = pytest.mark.smollm2

@@ -12,15 +12,15 @@ import torch
 from typer.testing import CliRunner
 
 import specdec
-from specdec.acceptance import RULES
 from specdec.cli import app
 from specdec.config import dump_yaml, load_yaml
+from specdec.decoding.acceptance import RULES
 from specdec.drafters import make_drafters
 from specdec.errors import SpecdecError
-from specdec.research.equality import content_dependence
-from specdec.research.exactness import PARTS, ExactnessConfig, Group, plan, run_exactness
-from specdec.research.exactness_summary import cost_of_exact, exact_holds, fastest_plain, rows
-from specdec.runner import Runner
+from specdec.models.runner import Runner
+from specdec.research.exactness.equality import content_dependence
+from specdec.research.exactness.run import PARTS, ExactnessConfig, Group, plan, run_exactness
+from specdec.research.exactness.summary import cost_of_exact, exact_holds, fastest_plain, rows
 from tests.helpers.broken import BROKEN_RULES
 from tests.helpers.playing import quoting_ids, random_ids, weaker
 from tests.helpers.tiny import tiny_model

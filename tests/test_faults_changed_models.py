@@ -13,8 +13,8 @@ from torch import nn
 from transformers import GenerationConfig
 
 import specdec
+from specdec.decoding.provenance import WeightHash
 from specdec.errors import SpecdecError
-from specdec.provenance import WeightHash
 from tests.helpers.playing import generated_by_transformers, weaker
 from tests.helpers.recording import Rerun
 from tests.helpers.tiny import tiny_model

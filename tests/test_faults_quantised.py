@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import specdec
+from specdec.decoding.provenance import WeightHash
 from specdec.errors import SpecdecError
-from specdec.provenance import WeightHash
 from tests.helpers.playing import generated_by_transformers
 from tests.helpers.tiny import tiny_model
 

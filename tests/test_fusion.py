@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import specdec
-from specdec.fusion import Fusion, fuse_projections
+from specdec.models.fuse_projections import Fusion, fuse_projections
 from tests.helpers.tiny import tiny_model
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])

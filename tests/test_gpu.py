@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import specdec
-from specdec.acceptance import MATCH, AcceptanceRule, Block
-from specdec.graphs import MODES
-from specdec.research.equality import content_dependence
-from specdec.research.inflate import coarsen, inflate
-from specdec.runner import Runner
+from specdec.decoding.acceptance import MATCH, AcceptanceRule, Block
+from specdec.device.graphs import MODES
+from specdec.models.runner import Runner
+from specdec.research.exactness.equality import content_dependence
+from specdec.research.models.inflate import coarsen, inflate
 from tests.helpers.options import STRATEGIES, Outcome
 from tests.helpers.recording import replayed
 from tests.helpers.tiny import tiny_model

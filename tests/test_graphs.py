@@ -10,13 +10,13 @@ import pytest
 import torch
 
 import specdec
-from specdec.acceptance import MATCH, AcceptanceRule, Block
 from specdec.decoder import SpeculativeDecoder
+from specdec.decoding.acceptance import MATCH, AcceptanceRule, Block
+from specdec.device.graphs import check_compile
 from specdec.errors import SpecdecError
-from specdec.graphs import check_compile
-from specdec.kv_cache import rounded_up
+from specdec.models.kv_cache import rounded_up
+from specdec.models.runner import Runner
 from specdec.research.bench.contenders.own import DraftPasses
-from specdec.runner import Runner
 from tests.helpers.recording import Frozen, OnlyPasses, Refusing, Rerun, replayed
 from tests.helpers.tiny import tiny_model
 
@@ -188,7 +188,7 @@ def test_chunks_of_prompts_are_recorded_when_they_come_again() -> None:
 
 
 def test_of_many_prompts_only_so_many_chunks_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specdec.graphs.RARE_LIMIT", 2)
+    monkeypatch.setattr("specdec.device.graphs.RARE_LIMIT", 2)
     eager, dec = decoder(), decoder(Rerun)
     prompts = [[(7 * i + n) % 100 for i in range(n)] for n in (20, 28, 40, 60)]
     for _ in range(2):

@@ -9,7 +9,7 @@ import torch
 
 import specdec
 from specdec.errors import SpecdecError
-from specdec.research.inflate import PRESETS, SUPPORTED, Inflation, coarsen, inflate
+from specdec.research.models.inflate import PRESETS, SUPPORTED, Inflation, coarsen, inflate
 from tests.helpers.tiny import tiny_model
 from tests.oracle import oracle_greedy
 
@@ -115,7 +115,7 @@ def test_dtype_and_the_callers_random_state() -> None:
 def test_presets_grow_smollm2_to_what_they_say() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from specdec.research.inflate import _grown_config
+    from specdec.research.models.inflate import _grown_config
 
     small = LlamaConfig(
         vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,

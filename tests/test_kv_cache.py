@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from specdec.kv_cache import CachePool, KeptRows, RaggedCache, common_prefix, kv_cache_bytes, kv_widths
+from specdec.models.kv_cache import CachePool, KeptRows, RaggedCache, common_prefix, kv_cache_bytes, kv_widths
 
 HEADS, WIDTH, CAPACITY = 2, 4, 6
 

@@ -15,7 +15,7 @@ from specdec import CostTable, DraftModel, NgramSimple, PromptLookup, SpecdecErr
 from specdec.drafters import length
 from specdec.drafters.base import DraftRequest
 from specdec.drafters.length import Acceptance, LengthController, automatic, unlimited
-from specdec.research.replay import model_free_chain, replay
+from specdec.research.offline.replay import model_free_chain, replay
 from tests.helpers.laws import small_model
 from tests.helpers.scripted import SHAPES, Scripted, ScriptedModel, controlled, run, text
 

@@ -10,7 +10,7 @@ import pytest
 from specdec import CostTable
 from specdec.drafters.base import DraftRequest
 from specdec.drafters.length import LengthController
-from specdec.research.replay import replay
+from specdec.research.offline.replay import replay
 from tests.helpers.scripted import SHAPES, Scripted, ScriptedModel, controlled, run_batch, text
 
 N = 192

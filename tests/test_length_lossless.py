@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from specdec import CostTable, Draft, DraftModel, DraftRequest, PromptLookup, SpeculativeDecoder
-from specdec import call as call_module
-from specdec.acceptance import LEVIATHAN, AcceptanceRule, Block
+from specdec.decoding import call as call_module
+from specdec.decoding.acceptance import LEVIATHAN, AcceptanceRule, Block
+from specdec.decoding.result import Generation
 from specdec.drafters import length
 from specdec.drafters.length import LengthController
-from specdec.result import Generation
-from specdec.sampling import Purpose, uniform
+from specdec.sampling.sampling import Purpose, uniform
 from tests.helpers.laws import Fit, cell, fit, samples, small_model, three_token_law
 
 V = 13

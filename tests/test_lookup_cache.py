@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from specdec import LookupCache, SpecdecError
-from specdec.drafters import lookup_cache
-from specdec.drafters.lookup_cache import Part, iteration_order
+from specdec.drafters.ngram import lookup_cache
+from specdec.drafters.ngram.lookup_cache import Part, iteration_order
 from tests.helpers import lookup_oracle as oracle
 from tests.helpers.lookup_oracle import contents, filled
 from tests.helpers.playing import random_ids

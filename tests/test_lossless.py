@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from specdec import SpecdecError, SpeculativeDecoder
-from specdec.acceptance import AcceptanceRule
+from specdec.decoding.acceptance import AcceptanceRule
+from specdec.decoding.result import Generation
 from specdec.drafters import DraftModel, NgramSimple, PromptLookup
-from specdec.result import Generation
-from specdec.runner import Shapes
+from specdec.models.runner import Shapes
 from tests.helpers.broken import BROKEN_RULES, CUTS_OUTSIDE, FAULTS, SampledDrafter
 from tests.helpers.laws import Fit, cell, fit, samples, small_model, three_token_law
 

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from specdec import SpeculativeDecoder
+from specdec.decoding.result import Generation
 from specdec.drafters import DraftModel, PromptLookup
 from specdec.drafters.base import Draft, DraftRequest
-from specdec.prefixes import Prefixes
-from specdec.result import Generation
+from specdec.sampling.prefixes import Prefixes
 from tests.helpers.broken import SampledDrafter
 from tests.helpers.dfa import DFA, Table, accepts
 from tests.helpers.laws import Adjust, Fit, cell, fit, samples, small_model, three_token_law

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import specdec
-from specdec.attention import RAGGED
-from specdec.model_view import ModelView
+from specdec.models.attention import RAGGED
+from specdec.models.view import ModelView
 from tests.helpers.playing import generated_by_transformers
 from tests.helpers.tiny import tiny_model
 

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import pytest
 
-from specdec.research.model_sweep import EQUAL, NOT_BUILT, REFUSED, Found, model_types, models_block, sweep, try_type
+from specdec.research.models.sweep import EQUAL, NOT_BUILT, REFUSED, Found, model_types, models_block, sweep, try_type
 
 # Layers that take keys and values from others, that differ in heads or widths, that run several times.
 SHARED = ("gemma3n_text", "gemma4_text", "gemma4_unified_text")

@@ -9,9 +9,9 @@ import pytest
 
 import specdec
 from specdec import SpecdecError
-from specdec.research.monitor import DivergenceWarning, Monitor
-from specdec.research.trace import record
-from specdec.result import Round
+from specdec.decoding.result import Round
+from specdec.research.traces.monitor import DivergenceWarning, Monitor
+from specdec.research.traces.trace import record
 from tests.helpers.playing import Scripted, random_ids, right_until, weaker
 from tests.helpers.tiny import tiny_model
 from tests.helpers.tokens import byte_level

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec import DraftRequest, LookupCache, NgramCache, SpecdecError, SpeculativeDecoder
-from specdec.acceptance import RULES
-from specdec.drafters import ngram_cache
+from specdec.decoding.acceptance import RULES
 from specdec.drafters.base import DraftContext
 from specdec.drafters.chain import build_chain
-from specdec.drafters.lookup_cache import Part
-from specdec.research.lookup import lookup_stats
+from specdec.drafters.ngram import cache as ngram_cache
+from specdec.drafters.ngram.lookup_cache import Part
+from specdec.research.offline.lookup import lookup_stats
 from tests.helpers import lookup_oracle as oracle
 from tests.helpers.broken import BROKEN_RULES
 from tests.helpers.lookup_oracle import contents, filled

@@ -24,7 +24,7 @@ from specdec import (
     Suffix,
 )
 from specdec.drafters.base import DraftContext
-from specdec.research.replay import model_free_chain, replay
+from specdec.research.offline.replay import model_free_chain, replay
 from tests.helpers.playing import check_counts, looping, quoting_ids, random_ids
 from tests.helpers.tiny import tiny_model
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import specdec
-from specdec.runner import PassOutput
+from specdec.models.runner import PassOutput
 from tests.helpers.tiny import tiny_model
 
 

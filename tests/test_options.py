@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import specdec
-from specdec.graphs import Recorded
-from specdec.research.trace import record
-from specdec.runner import Runner, Shapes
+from specdec.device.graphs import Recorded
+from specdec.models.runner import Runner, Shapes
+from specdec.research.traces.trace import record
 from tests.helpers.options import CALLS, STRATEGIES, Outcome
 from tests.helpers.playing import looping, quoting_ids, weaker
 from tests.helpers.recording import Rerun

@@ -10,7 +10,7 @@ import pyarrow
 import pytest
 
 from specdec.errors import SpecdecError
-from specdec.research import plots
+from specdec.research.ablation import plots
 from specdec.research.ablation.table import figures
 
 # Rounds as (strategy, drafted, accepted). Every text has 12 tokens.

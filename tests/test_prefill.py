@@ -14,8 +14,8 @@ import torch
 
 import specdec
 from specdec import DraftModel, SpeculativeDecoder
-from specdec.kv_cache import RaggedCache, common_prefix, shared_first
-from specdec.runner import TOGETHER, Runner, Shapes
+from specdec.models.kv_cache import RaggedCache, common_prefix, shared_first
+from specdec.models.runner import TOGETHER, Runner, Shapes
 from tests.helpers.playing import random_ids, weaker
 from tests.helpers.tiny import TINY_KINDS, tiny_model
 from tests.oracle import oracle_greedy

@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation import logits_process as hf
 
 from specdec import DraftModel, PromptLookup, SpecdecError, SpeculativeDecoder
-from specdec.prefixes import History, Prefixes
-from specdec.processors import VECTORISED, PresenceFrequencyPenalty, apply_processors
-from specdec.sampling import build_sampling
+from specdec.sampling.prefixes import History, Prefixes
+from specdec.sampling.processors import VECTORISED, PresenceFrequencyPenalty, apply_processors
+from specdec.sampling.sampling import build_sampling
 from tests.helpers.laws import small_model
 from tests.helpers.prefixes import differences, one_by_one, random_pass
 from tests.helpers.tiny import tiny_model

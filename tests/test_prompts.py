@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from transformers import StoppingCriteriaList
 
 from specdec import DraftModel, SpecdecError, SpeculativeDecoder
-from specdec.prompts import TextStream, encode_prompts
-from specdec.provenance import hash_ids
+from specdec.decoding.prompts import TextStream, encode_prompts
+from specdec.decoding.provenance import hash_ids
 from tests.helpers.playing import Scripted, check_counts, rest_of
 from tests.helpers.tiny import tiny_model
 from tests.helpers.tokens import byte_level, word_level

@@ -13,7 +13,7 @@ import transformers
 
 import specdec
 from specdec.errors import SpecdecError
-from specdec.loading import check_model_kind
+from specdec.models.loading import check_model_kind
 from tests.helpers.tiny import tiny_model
 from tests.oracle import oracle_greedy
 

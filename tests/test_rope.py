@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MiniCPM3Config, Phi3
 
 from specdec import DraftModel, SpeculativeDecoder
 from specdec.errors import SpecdecError
-from specdec.loading import check_model_kind
-from specdec.runner import Runner
+from specdec.models.loading import check_model_kind
+from specdec.models.runner import Runner
 from tests.helpers.playing import Scripted, random_ids, right_until, weaker
 from tests.helpers.recording import Rerun
 from tests.oracle import oracle_greedy, oracle_logits

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specdec.kv_cache import RaggedCache
-from specdec.reader import HostReader
-from specdec.runner import CPU_WIDTHS, CUDA_WIDTHS, EXACT_WIDTH, Runner, Shapes
+from specdec.device.host_read import HostReader
+from specdec.models.kv_cache import RaggedCache
+from specdec.models.runner import CPU_WIDTHS, CUDA_WIDTHS, EXACT_WIDTH, Runner, Shapes
 from tests.helpers.tiny import TINY_KINDS, tiny_model
 
 SHAPES = Shapes((1, 4, 8), 8, 4)

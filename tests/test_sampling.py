@@ -14,8 +14,18 @@ from transformers.generation import logits_process as hf
 from specdec import SpeculativeDecoder
 from specdec.drafters import DraftModel, PromptLookup
 from specdec.drafters.base import Draft
-from specdec.sampling import Purpose, Sampling, build_sampling, exponential, fold, fold_int, race, row_key, streams
-from specdec.sampling import uniform as uniform_of
+from specdec.sampling.sampling import (
+    Purpose,
+    Sampling,
+    build_sampling,
+    exponential,
+    fold,
+    fold_int,
+    race,
+    row_key,
+    streams,
+)
+from specdec.sampling.sampling import uniform as uniform_of
 from tests.helpers.laws import fit, next_laws, small_model
 from tests.helpers.tiny import tiny_model
 from tests.oracle import oracle_greedy, oracle_logits
@@ -274,7 +284,7 @@ def _repeated_proposals(reuse: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[i
     """How often a position that is drafted again gets the same token again, of how many. The draft's law is the same
     everywhere, so that only the noise can tell the drafts apart."""
     if reuse:
-        monkeypatch.setattr("specdec.engine.fold_int", lambda key, counter: key)
+        monkeypatch.setattr("specdec.decoding.engine.fold_int", lambda key, counter: key)
     draft = small_model(1, 50)
     with torch.no_grad():
         draft.lm_head.weight.zero_()

@@ -12,9 +12,9 @@ import torch
 from transformers import LlamaForCausalLM, MptConfig, MptForCausalLM
 
 from specdec import DraftModel, SpeculativeDecoder
-from specdec.alibi import Alibi
 from specdec.errors import SpecdecError
-from specdec.kv_cache import RaggedCache
+from specdec.models.alibi import Alibi
+from specdec.models.kv_cache import RaggedCache
 from tests.helpers.playing import counting_passes, random_ids, weaker
 from tests.helpers.tiny import TINY_KINDS, tiny_model
 from tests.oracle import oracle_greedy

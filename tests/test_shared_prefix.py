@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from specdec import DraftModel, SpeculativeDecoder
-from specdec.kv_cache import KeptRows, RaggedCache
+from specdec.models.kv_cache import KeptRows, RaggedCache
 from tests.helpers.playing import counting_passes, random_ids, weaker
 from tests.helpers.tiny import tiny_model
 from tests.oracle import oracle_greedy

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from specdec.errors import SpecdecError
-from specdec.research import smollm2
+from specdec.research.models import smollm2
 
 CONTENT = b"GGUF" + bytes(1000)
 

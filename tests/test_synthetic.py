@@ -10,7 +10,7 @@ import pytest
 
 import specdec
 from specdec import SpecdecError
-from specdec.research.synthetic import conditional_rates, rates_of_length, synthetic
+from specdec.research.models.synthetic import conditional_rates, rates_of_length, synthetic
 from tests.helpers.laws import small_model
 from tests.helpers.playing import Scripted, check_counts, random_ids
 

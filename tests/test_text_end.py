@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from specdec import Draft, DraftModel, SpeculativeDecoder
+from specdec.research.ablation.plots import round_contexts
 from specdec.research.ablation.table import figures
-from specdec.research.analysis import by_position, drafted_tokens
 from specdec.research.bench.contenders.own import _figures
-from specdec.research.plots import round_contexts
-from specdec.research.replay import model_free_chain, replay
-from specdec.research.token_page import page
-from specdec.research.trace import Trace, record
+from specdec.research.offline.replay import model_free_chain, replay
+from specdec.research.traces.analysis import by_position, drafted_tokens
+from specdec.research.traces.token_page import page
+from specdec.research.traces.trace import Trace, record
 from specdec.stats import RoundRecord, Tally
 from tests.helpers.playing import Scripted, check_counts, quoting_ids, random_ids, rest_of
 from tests.helpers.tiny import tiny_model

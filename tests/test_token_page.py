@@ -13,8 +13,8 @@ import pytest
 
 import specdec
 from specdec import SpecdecError
-from specdec.research import token_page
-from specdec.research.trace import Trace, record
+from specdec.research.traces import token_page
+from specdec.research.traces.trace import Trace, record
 from tests.helpers.browser import browser, find_chromium
 from tests.helpers.playing import looping, weaker
 from tests.helpers.tiny import tiny_model

@@ -13,7 +13,7 @@ import torch
 
 import specdec
 from specdec import SpecdecError
-from specdec.research.trace import Trace, pieces, record
+from specdec.research.traces.trace import Trace, pieces, record
 from tests.helpers.playing import Scripted, looping, quoting_ids, random_ids, right_until, weaker
 from tests.helpers.tiny import tiny_model
 from tests.helpers.tokens import byte_level

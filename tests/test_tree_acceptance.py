@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec import theory
-from specdec.acceptance import COUPLED, LEVIATHAN, MATCH, AcceptanceRule, Block, judge
-from specdec.drafters.draft_tree import LEAST, draw_siblings, plan_parents
+from specdec.decoding.acceptance import COUPLED, LEVIATHAN, MATCH, AcceptanceRule, Block, judge
+from specdec.drafters.draft_model.tree import LEAST, draw_siblings, plan_parents
 from specdec.errors import SpecdecError
-from specdec.sampling import Purpose, Sampling, exponential, fold, race, streams, uniform
-from specdec.trees import Parents, TreeLayout, chain_parents, shape_of
+from specdec.models.trees import Parents, TreeLayout, chain_parents, shape_of
+from specdec.sampling.sampling import Purpose, Sampling, exponential, fold, race, streams, uniform
 from tests.helpers.branching import FAULTS, FIRST, Language, block_of, draft, sample
 from tests.helpers.broken import BROKEN_RULES, BROKEN_TREE_RULES
 from tests.helpers.laws import fit, samples

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from specdec import Draft, DraftModel, DraftRequest, PromptLookup, SpecdecError, SpeculativeDecoder
-from specdec.drafters.draft_tree import parse_plan, plan_parents
-from specdec.research.trace import record
-from specdec.runner import Runner, Shapes
+from specdec.drafters.draft_model.tree import parse_plan, plan_parents
+from specdec.models.runner import Runner, Shapes
+from specdec.models.trees import shape_of, tree_pass
+from specdec.research.traces.trace import record
 from specdec.stats import RoundRecord, Tally
-from specdec.trees import shape_of, tree_pass
 from tests.helpers.laws import cell, fit, samples, small_model, three_token_law
 from tests.helpers.playing import check_counts, counting_passes, rest_of, weaker
 from tests.helpers.tiny import tiny_model

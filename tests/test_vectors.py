@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from specdec import LookupCache, NgramSimple
-from specdec.drafters.lookup_cache import LONGEST, Part, key_hash
-from specdec.drafters.ngram_core import MAP_MASK, MAP_MULTIPLIER, MOD_MULTIPLIER, hash_windows, powers
+from specdec.drafters.ngram.hashing import MAP_MASK, MAP_MULTIPLIER, MOD_MULTIPLIER, hash_windows, powers
+from specdec.drafters.ngram.lookup_cache import LONGEST, Part, key_hash
 from tests.helpers import vectors
 
 

@@ -11,10 +11,10 @@ import pytest
 import specdec
 from specdec import SpecdecError, theory
 from specdec.demo_models import draft_path, target_path
-from specdec.research import forcing, what_if
 from specdec.research.bootstrap import ratio_error
-from specdec.research.replay import Text
-from specdec.research.what_if import Cost, WhatIf, draft_lengths, estimate, round_starts
+from specdec.research.offline import forcing, what_if
+from specdec.research.offline.replay import Text
+from specdec.research.offline.what_if import Cost, WhatIf, draft_lengths, estimate, round_starts
 from tests.helpers.laws import small_model
 from tests.helpers.playing import looping, quoting_ids, random_ids, weaker
 from tests.helpers.tiny import tiny_model

@@ -12,10 +12,10 @@ import torch
 from rich.console import Console
 
 import specdec
-from specdec.acceptance import RULES, register_rule
+from specdec.decoding.acceptance import RULES, register_rule
 from specdec.errors import SpecdecError
 from specdec.research import PassShape, Report, why_not_equal
-from specdec.research.equality import float32_reference, replay
+from specdec.research.exactness.equality import float32_reference, replay
 from tests.helpers.broken import BROKEN_RULES
 from tests.helpers.playing import random_ids, weaker
 from tests.helpers.tiny import tiny_model

@@ -16,12 +16,12 @@ from specdec.cli.benchmark import bench_config, print_bench
 from specdec.cli.exactness import exactness_config, print_exactness
 from specdec.cli.inputs import given
 from specdec.errors import SpecdecError
+from specdec.files.texts import as_path, write_file
 from specdec.research.bench.config import BenchConfig
 from specdec.research.bench.run import faults, missed, run_bench
 from specdec.research.bench.smoke import METHODS, SUITES, equal, run_smoke
-from specdec.research.exactness import PARTS, ExactnessConfig, run_exactness
-from specdec.research.exactness_summary import exact_holds
-from specdec.texts import as_path, write_file
+from specdec.research.exactness.run import PARTS, ExactnessConfig, run_exactness
+from specdec.research.exactness.summary import exact_holds
 
 FAILED = 1
 # Which options belong to which of the three ways of calling.

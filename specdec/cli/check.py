@@ -10,8 +10,8 @@ from rich.console import Console
 from specdec.cli import output
 from specdec.cli.inputs import given
 from specdec.errors import SpecdecError
-from specdec.loading import inspect_pair
-from specdec.report import PairReport
+from specdec.models.loading import inspect_pair
+from specdec.models.pair_report import PairReport
 
 
 def check(

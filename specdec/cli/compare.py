@@ -15,10 +15,10 @@ from rich.markup import escape
 from specdec.cli import output
 from specdec.cli.ablate import print_gate
 from specdec.cli.inputs import SETS, given, read_prompts, refuse_beside, with_extra
+from specdec.research.ablation.compare import compare as run_compare
+from specdec.research.ablation.compare import compare_config
 from specdec.research.ablation.merge import check_packages
 from specdec.research.bench.report import interval
-from specdec.research.compare import compare as run_compare
-from specdec.research.compare import compare_config
 
 FAILED = 1
 POSITIONS = 6

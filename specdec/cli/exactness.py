@@ -10,9 +10,9 @@ from rich.console import Console
 
 from specdec.cli import output
 from specdec.config import load_yaml
-from specdec.research.equality import Report
-from specdec.research.exactness import ExactnessConfig
-from specdec.research.exactness_summary import RunRow, rows
+from specdec.research.exactness.equality import Report
+from specdec.research.exactness.run import ExactnessConfig
+from specdec.research.exactness.summary import RunRow, rows
 
 
 def exactness_config(

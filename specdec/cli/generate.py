@@ -9,13 +9,13 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from specdec.checks import check_chain, check_generation, check_loading
 from specdec.cli import output
 from specdec.cli.inputs import chain, given, read_prompts, with_extra
 from specdec.config import PairConfig, RunConfig, load_yaml
+from specdec.decoding.result import Generation
+from specdec.decoding.validation import check_chain, check_generation, check_loading
 from specdec.errors import SpecdecError
 from specdec.research.demo import load_decoder
-from specdec.result import Generation
 
 INTERRUPTED = 130
 

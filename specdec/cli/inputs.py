@@ -10,7 +10,7 @@ from typing import Any
 from specdec.config import GenerationSettings
 from specdec.drafters import make_drafters
 from specdec.errors import SpecdecError
-from specdec.texts import parse_yaml, read_text
+from specdec.files.texts import parse_yaml, read_text
 
 # What --dataset takes, in every verb: docs/datasets.md.
 SETS = "spec-bench, humaneval, gsm8k; a JSON-lines, chat or text file; or hf:owner/name."

@@ -12,11 +12,11 @@ from rich.markup import escape
 
 from specdec.cli import output
 from specdec.cli.inputs import read_prompts
-from specdec.drafters.lookup_cache import LONGEST, LookupCache
+from specdec.drafters.ngram.lookup_cache import LONGEST, LookupCache
 from specdec.errors import SpecdecError
-from specdec.loading import load_tokenizer
-from specdec.research.lookup import chunk_count, lookup_stats
-from specdec.texts import parse_json
+from specdec.files.texts import parse_json
+from specdec.models.loading import load_tokenizer
+from specdec.research.offline.lookup import chunk_count, lookup_stats
 
 STATIC_SIZE = 2  # n-grams of upstream's static files, the only ones it looks up there
 

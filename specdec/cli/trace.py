@@ -14,13 +14,13 @@ from specdec.cli import output
 from specdec.cli.generate import make_run
 from specdec.cli.inputs import SETS, given, read_prompts, refuse_beside, with_extra
 from specdec.config import RunConfig
-from specdec.prompts import chat_rows
-from specdec.research.analysis import analyse
-from specdec.research.datasets import Prompt, as_given, load_prompts
+from specdec.decoding.prompts import chat_rows
+from specdec.decoding.result import Round
 from specdec.research.demo import load_decoder
-from specdec.research.monitor import Monitor
-from specdec.research.trace import Trace, record
-from specdec.result import Round
+from specdec.research.prompts.datasets import Prompt, as_given, load_prompts
+from specdec.research.traces.analysis import analyse
+from specdec.research.traces.monitor import Monitor
+from specdec.research.traces.trace import Trace, record
 
 app = typer.Typer(
     help="Record every round of a run, and show it.", context_settings={"help_option_names": ["-h", "--help"]}

@@ -7,17 +7,17 @@ from typing import Any
 
 from specdec.config import unknown_name
 from specdec.drafters.base import Draft, Drafter, DraftRequest
-from specdec.drafters.draft_model import DraftModel
-from specdec.drafters.lookup_cache import LookupCache
-from specdec.drafters.ngram_cache import NgramCache
-from specdec.drafters.ngram_map import NgramMapK, NgramMapK4V
-from specdec.drafters.ngram_mod import NgramMod
-from specdec.drafters.ngram_simple import NgramSimple
+from specdec.drafters.draft_model.strategy import DraftModel
+from specdec.drafters.ngram.cache import NgramCache
+from specdec.drafters.ngram.lookup_cache import LookupCache
+from specdec.drafters.ngram.map import NgramMapK, NgramMapK4V
+from specdec.drafters.ngram.mod import NgramMod
+from specdec.drafters.ngram.simple import NgramSimple
 from specdec.drafters.prompt_lookup import PromptLookup
 from specdec.drafters.suffix import Suffix
 from specdec.drafters.suffix_index import SuffixStore
 from specdec.errors import SpecdecError
-from specdec.texts import parse_yaml
+from specdec.files.texts import parse_yaml
 
 STRATEGIES: dict[str, type[Any]] = {
     "draft-model": DraftModel,

@@ -19,14 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.sampling import Purpose, Sampling
-from specdec.trees import shape_of
+from specdec.models.trees import shape_of
+from specdec.sampling.sampling import Purpose, Sampling
 
 if TYPE_CHECKING:
     from transformers import LogitsProcessorList, PreTrainedTokenizerBase
 
-    from specdec.reader import HostReader
-    from specdec.runner import Runner
+    from specdec.device.host_read import HostReader
+    from specdec.models.runner import Runner
 
 Tokens = Sequence[int] | np.ndarray
 
@@ -163,8 +163,8 @@ class DraftContext:
 class Drafter(Protocol):
     """What the chain calls. Optional: `fresh(context)` returns the object to use for one call (so that calls never
     share state), `close()` ends that call, `observe(output)` receives every target pass, prompt chunks included, with
-    hidden states (`specdec.runner.PassOutput`). A drafter whose drafts can be trees has `makes_trees = True`, and may
-    have `accept_path(row, nodes)`, called before `accept` with the nodes of its tree that stood."""
+    hidden states (`specdec.models.runner.PassOutput`). A drafter whose drafts can be trees has `makes_trees = True`,
+    and may have `accept_path(row, nodes)`, called before `accept` with the nodes of its tree that stood."""
 
     name: str
 

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
+from specdec.device.host_read import HostReader
 from specdec.drafters.base import NO_DRAFT, Draft, DraftContext, Drafter, DraftRequest, Tokens
 from specdec.errors import SpecdecError
-from specdec.reader import HostReader
-from specdec.runner import PassOutput
+from specdec.models.runner import PassOutput
+from specdec.models.trees import check_parents
 from specdec.stats import Counters
-from specdec.trees import check_parents
 
 if TYPE_CHECKING:
     from specdec.drafters.length import LengthController

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from specdec.costs import CostTable
 from specdec.drafters.base import Draft, Drafter, DraftRequest, RowDrafter
-from specdec.runner import Shapes
+from specdec.drafters.costs import CostTable
+from specdec.models.runner import Shapes
 
 # Chosen on continuations of HumanEval and GSM8K prompts and on made-up sequences, which no published figure uses.
 _LONGEST_STREAK = 9  # longer ones are taken for this

@@ -25,7 +25,7 @@ import numpy as np
 
 from specdec.config import check_whole
 from specdec.drafters.base import Tokens, as_array
-from specdec.drafters.ngram_core import Occurrences
+from specdec.drafters.ngram.hashing import Occurrences
 
 TAIL = 256
 SEPARATOR = 0xFFFFFFFF  # between the documents of a store: no token

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from specdec.acceptance import find_rule
 from specdec.config import GenerationSettings, PairConfig, RunConfig
 from specdec.decoder import SpeculativeDecoder
+from specdec.decoding.acceptance import find_rule
+from specdec.decoding.result import Generation
 from specdec.drafters import make_drafters
 from specdec.errors import SpecdecError
-from specdec.result import Generation
 
 DEMO = RunConfig(
     pair=PairConfig("demo-target", draft="demo-draft"),

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.acceptance import AcceptanceRule, Block, Verdict, judge
-from specdec.drafters.draft_tree import draw_siblings
-from specdec.sampling import Purpose, Sampling, fold, race, streams
-from specdec.trees import TreeLayout, shape_of
+from specdec.decoding.acceptance import AcceptanceRule, Block, Verdict, judge
+from specdec.drafters.draft_model.tree import draw_siblings
+from specdec.models.trees import TreeLayout, shape_of
+from specdec.sampling.sampling import Purpose, Sampling, fold, race, streams
 
 FIRST = 7  # position of the first token that is drafted
 FAULTS = ("second-sibling-judged-by-plain-q", "stale-q", "prunes-low-q")

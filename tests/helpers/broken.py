@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.acceptance import LEVIATHAN, MATCH, AcceptanceRule, Block, children_of
+from specdec.decoding.acceptance import LEVIATHAN, MATCH, AcceptanceRule, Block, children_of
 from specdec.drafters.base import Draft, DraftRequest
-from specdec.sampling import Purpose, fold, race, streams, uniform
+from specdec.sampling.sampling import Purpose, fold, race, streams, uniform
 
 
 def _at(values: Tensor, accepted: Tensor) -> Tensor:

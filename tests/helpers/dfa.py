@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from specdec.constraints import Constraint, MatcherConstraint
+from specdec.sampling.constraints import Constraint, MatcherConstraint
 
 Table = Mapping[int, Mapping[int, int]]  # state -> token -> next state
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from specdec.prefixes import History
+from specdec.sampling.prefixes import History
 
 MakeProcessors = Callable[[int, Sequence[int]], Sequence[Any]]
 

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from specdec.buffers import Buffers
-from specdec.graphs import R, Recorded
-from specdec.passes import PassResult
+from specdec.device.buffers import Buffers
+from specdec.device.graphs import R, Recorded
+from specdec.models.passes import PassResult
 
 
 @contextmanager

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from specdec.costs import CostTable
 from specdec.drafters.base import Draft, DraftRequest, RowDrafter
 from specdec.drafters.chain import Chain
+from specdec.drafters.costs import CostTable
 from specdec.drafters.length import LengthController
-from specdec.kv_cache import common_prefix
-from specdec.research.replay import replay
-from specdec.runner import Shapes
+from specdec.models.kv_cache import common_prefix
+from specdec.models.runner import Shapes
+from specdec.research.offline.replay import replay
 from specdec.stats import RoundRecord
 
 PROMPT = 3

@@ -19,7 +19,7 @@ import pytest
 from specdec import STRATEGIES, DraftRequest, LookupCache
 from specdec.drafters.base import DraftContext
 from specdec.drafters.chain import Chain, build_chain, upstream_order
-from specdec.drafters.ngram_cache import propose
+from specdec.drafters.ngram.cache import propose
 
 FOLDER = Path(os.environ.get("SPECDEC_VECTORS", Path(__file__).parents[1] / "data" / "llama_cpp_vectors"))
 SCHEMA = "specdec-llama-ngram-v1"

@@ -24,13 +24,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from specdec.checks import check_chain, check_generation, check_loading
 from specdec.config import PairConfig, check_whole, from_dict, load_yaml, unknown_name
+from specdec.decoding.validation import check_chain, check_generation, check_loading
 from specdec.drafters import STRATEGIES, make_drafters, parse_strategy
 from specdec.errors import SpecdecError
+from specdec.files.texts import is_unicode
 from specdec.research.ablation.axes import GENERATION, LOADING, SHORTHANDS, check_shadows, check_twice, hits, parameters
 from specdec.research.demo import comparable
-from specdec.texts import is_unicode
 
 DATASET = "spec-bench"
 PLAIN = "plain"  # the name of the reference chain, which drafts nothing

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from specdec.errors import SpecdecError
+from specdec.files.texts import write_atomically
 from specdec.research.ablation.journal import read_journals
 from specdec.research.ablation.report import need_matplotlib, render
 from specdec.research.ablation.store import read_manifest
 from specdec.research.ablation.summary import summarise
 from specdec.research.ablation.table import TABLE, build_table, need_pyarrow, write_table
-from specdec.texts import write_atomically
 
 SUMMARY, REPORT = "summary.json", "report.html"
 

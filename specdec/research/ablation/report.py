@@ -158,7 +158,7 @@ def _category_table(summary: Mapping[str, Any]) -> str:
 
 def _plots(rows: Sequence[Row]) -> list[str]:
     """Every plot that these rows allow, of the first settings where there are many, and why the others are missing."""
-    from specdec.research.plots import PLOTS
+    from specdec.research.ablation.plots import PLOTS
 
     drafting = list(dict.fromkeys(r["setting"] for r in rows if r["drafts"]))
     shown = set(drafting[:SHOWN_SETTINGS])

@@ -21,18 +21,18 @@ from typing import Any
 
 import torch
 
-from specdec.checks import check_places
 from specdec.config import PairConfig
 from specdec.decoder import SpeculativeDecoder
+from specdec.decoding.prompts import encode_prompts
+from specdec.decoding.provenance import hash_ids, hash_template, versions
+from specdec.decoding.result import Generation
+from specdec.decoding.validation import check_places
 from specdec.errors import SpecdecError
-from specdec.prompts import encode_prompts
-from specdec.provenance import hash_ids, hash_template, versions
 from specdec.research.ablation.config import AblationConfig, Cell
 from specdec.research.ablation.journal import Journal
 from specdec.research.ablation.models import Shelf, by_models
 from specdec.research.ablation.store import Plan, Store
-from specdec.research.datasets import Prompt, as_given, with_template
-from specdec.result import Generation
+from specdec.research.prompts.datasets import Prompt, as_given, with_template
 
 # How launchers number their processes: rank, world size, rank on the node. accelerate's for CPUs is mpirun.
 LAUNCHERS = (

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from specdec.errors import SpecdecError
+from specdec.files.texts import write_atomically
 from specdec.research.ablation.config import AblationConfig, Cell, content_hash
 from specdec.research.ablation.journal import read_journals
 from specdec.research.bench import origin
-from specdec.research.datasets import Prompt, load_prompts
-from specdec.texts import write_atomically
+from specdec.research.prompts.datasets import Prompt, load_prompts
 
 MANIFEST = "run.json"
 

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from specdec.errors import SpecdecError
+from specdec.files.texts import parse_json, write_atomically
 from specdec.research.ablation.config import PLAIN
 from specdec.research.ablation.journal import read_journals
 from specdec.research.ablation.store import read_manifest
 from specdec.stats import RoundRecord, Tally
-from specdec.texts import parse_json, write_atomically
 
 TABLE = "table.parquet"
 SECONDS = ("seconds", "prefill_seconds", "draft_seconds", "verify_seconds", "other_seconds")

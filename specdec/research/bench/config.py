@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from specdec.config import as_list, check_number, check_whole, from_dict
-from specdec.costs import CONTEXTS, WIDTHS, check_axes
+from specdec.drafters.costs import CONTEXTS, WIDTHS, check_axes
 from specdec.errors import SpecdecError
-from specdec.research.inflate import check_coarsening
+from specdec.research.models.inflate import check_coarsening
 
 T = TypeVar("T")
 SEPARATOR = "/"  # of the paths by which targets name figures

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from specdec.provenance import versions
+from specdec.decoding.provenance import versions
 
 
 def machine() -> dict[str, Any]:

@@ -12,14 +12,14 @@ import torch
 
 from specdec.config import as_list
 from specdec.decoder import SpeculativeDecoder
+from specdec.decoding.provenance import hash_template
 from specdec.errors import SpecdecError
-from specdec.loading import LoadedPair, pick_device
-from specdec.provenance import hash_template
+from specdec.models.loading import LoadedPair, pick_device
+from specdec.models.runner import Runner
 from specdec.research.bench.config import DataChoice, ModelChoice, Scenario
-from specdec.research.datasets import Prompt, encode_texts, load_prompts
-from specdec.research.inflate import Inflation, coarsen, inflate
-from specdec.research.smollm2 import fetch_folder
-from specdec.runner import Runner
+from specdec.research.models.inflate import Inflation, coarsen, inflate
+from specdec.research.models.smollm2 import fetch_folder
+from specdec.research.prompts.datasets import Prompt, encode_texts, load_prompts
 
 SMOLLM2 = "smollm2-135m"
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from specdec.models.runner import Runner, Shapes
 from specdec.research.bench.config import PassChoice
 from specdec.research.bench.contenders.own import Own
 from specdec.research.bench.pair import Item, bytes_read
-from specdec.runner import Runner, Shapes
 
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 28}
 PASSES, REPEATS = 20, 3

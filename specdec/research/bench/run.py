@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
+from specdec.decoding.provenance import device_name
+from specdec.decoding.timing import measure_costs
 from specdec.errors import SpecdecError
-from specdec.provenance import device_name
 from specdec.research.bench.config import BenchConfig
 from specdec.research.bench.contenders import Contender, Own, make_contender
 from specdec.research.bench.origin import origin
@@ -25,9 +26,8 @@ from specdec.research.bench.passes import bandwidth, pass_table
 from specdec.research.bench.profile import profile_rounds
 from specdec.research.bench.scenario import ScenarioRun
 from specdec.research.bench.targets import judge
-from specdec.research.datasets import load_prompts
-from specdec.research.prompt_sources import HUB
-from specdec.timing import measure_costs
+from specdec.research.prompts.datasets import load_prompts
+from specdec.research.prompts.sources import HUB
 
 Progress = Callable[[str], None]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from specdec.provenance import hash_ids
+from specdec.decoding.provenance import hash_ids
 from specdec.research.bench import figures
 from specdec.research.bench.config import Scenario
 from specdec.research.bench.contenders import Contender, Output, Own

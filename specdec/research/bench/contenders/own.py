@@ -9,16 +9,16 @@ from typing import Any
 import torch
 
 import specdec
-from specdec.acceptance import find_rule
-from specdec.checks import check_chain, check_generation
 from specdec.config import as_list, check_exact, check_switch
+from specdec.decoding.acceptance import find_rule
+from specdec.decoding.engine import Clock
+from specdec.decoding.validation import check_chain, check_generation
+from specdec.device.graphs import check_compile
 from specdec.drafters import make_drafters
-from specdec.engine import Clock
 from specdec.errors import SpecdecError
-from specdec.graphs import check_compile
+from specdec.models.runner import Runner
 from specdec.research.bench.contenders.base import Contender, Output
 from specdec.research.bench.pair import sampled
-from specdec.runner import Runner
 from specdec.version import __version__
 
 DRAFTING = {"acceptance", "draft_length", "costs"}  # options that change no token of a comparable run

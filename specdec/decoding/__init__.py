@@ -1,0 +1,1 @@
+"""The loop: draft, verify, accept, trim, and what becomes of a row."""

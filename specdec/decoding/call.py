@@ -1,0 +1,288 @@
+"""One generation call: its rows, its chain and its engine, from checked options to the result."""
+
+from __future__ import annotations
+
+import secrets
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from specdec.config import UNSET, GenerationSettings, as_list, plain_ids
+from specdec.decoding.acceptance import find_rule
+from specdec.decoding.engine import NOTHING, Engine
+from specdec.decoding.provenance import adapters, device_name, hash_ids, versions
+from specdec.decoding.result import Generation, Round
+from specdec.decoding.row import Row, StopRules
+from specdec.decoding.validation import naming_processors
+from specdec.decoding.verification import Verifier
+from specdec.device.ambient import Steps
+from specdec.drafters import tree_makers
+from specdec.drafters.base import DraftContext, RowDrafter
+from specdec.drafters.chain import build_chain
+from specdec.drafters.costs import as_costs, costs_for
+from specdec.drafters.length import LengthController, automatic, unlimited
+from specdec.errors import SpecdecError
+from specdec.models.kv_cache import KeptRows
+from specdec.models.runner import Shapes
+from specdec.models.state import ModelState
+from specdec.sampling.processor_check import check_processors, knows_its_row
+from specdec.sampling.processors import AllRows
+from specdec.sampling.sampling import build_sampling, row_key
+from specdec.stats import DraftWarning, Stats, Tally
+
+if TYPE_CHECKING:
+    from specdec.decoder import SpeculativeDecoder
+
+DEFAULT_BATCH = 8
+
+
+class Call:
+    """One generation call: its rows, and while it is entered, its engine."""
+
+    def __init__(
+        self, decoder: SpeculativeDecoder, settings: GenerationSettings, drafters: Sequence[Any],
+        prompts: Sequence[Sequence[int]], default_chain: bool, templates: Sequence[str | None],
+    ):  # fmt: skip
+        self.decoder, self.drafters, self.record, self.top = decoder, drafters, False, 0
+        self.facts = {role: runner.facts for role, runner in decoder._runners().items()}
+        self.states: dict[str, ModelState] = {}  # of the models as the call began, where anything is kept
+        self.changed: list[str] = []  # roles whose kept keys and values were dropped
+        self.rule = find_rule(settings.acceptance)
+        self.exact = decoder.resolve_exact(settings.exact, drafters)
+        self.settings = settings = replace(settings, seed=_fresh_seed(settings.seed))
+        self.automatic = automatic(drafters, settings.draft_length, default_chain)
+        self.costs = None
+        if any(self.automatic):
+            given = as_costs(settings.costs) or decoder.costs
+            self.costs = costs_for(drafters, self.automatic, given, decoder.target, decoder.draft)
+        stops = self._stop_rules()
+        keys = _row_keys(settings, len(prompts))
+        n = settings.num_return_sequences
+        self.templates = [template for template in templates for _ in range(n)]
+        self.rows = [Row(i, list(prompts[i // n]), key, stops) for i, key in enumerate(keys)]
+        settings.check_ids(decoder.target.vocab_size)
+        own = as_list(settings.logits_processor)
+        if own and self.rows:
+            check_processors(own, self.rows[0].prompt, decoder.target.vocab_size, decoder.target.device)
+            own = self._by_row(own)
+        with naming_processors(settings):
+            self.sampling = build_sampling(
+                decoder.target.model, settings.fields, settings.temperature,
+                sorted(t for t in stops.eos if 0 <= t < decoder.target.vocab_size),
+                own, settings.prefix_allowed_tokens_fn, decoder.target.device, settings.num_return_sequences,
+            )  # fmt: skip
+            if self.sampling.row_processors is not None and self.rows:
+                self.sampling.row_processors(0, self.rows[0].prompt, settings.max_new_tokens)  # bad values fail now
+        self.batch = min(settings.batch_size or DEFAULT_BATCH, max(1, len(self.rows)))
+        self.capacity = max((len(row.ids) - 1 for row in self.rows), default=1)
+
+    def _by_row(self, processors: Sequence[Any]) -> list[Any]:
+        """A user's processors, those that treat rows differently as `AllRows`."""
+        target, prompts = self.decoder.target, [row.prompt for row in self.rows]
+        longest = self.settings.max_new_tokens
+        return [
+            AllRows(p, len(prompts)) if knows_its_row(p, prompts, longest, target.vocab_size, target.device) else p
+            for p in processors
+        ]
+
+    def _stop_rules(self) -> StopRules:
+        decoder, settings = self.decoder, self.settings
+        if settings.stops and decoder.tokenizer is None:
+            raise SpecdecError("stop_strings needs a tokenizer: pass tokenizer=... when the decoder is built")
+        eos = settings.eos_token_id
+        if eos is UNSET:
+            eos = getattr(decoder.target.model.generation_config, "eos_token_id", None)
+        if settings.ignore_eos or eos is None:
+            eos = []
+        return StopRules(
+            max_new_tokens=settings.max_new_tokens,
+            context=decoder.target.context,
+            eos=frozenset(int(t) for t in as_list(plain_ids(eos))),
+            stop_strings=tuple(settings.stops),
+            criteria=tuple(as_list(settings.stopping_criteria)),
+            tokenizer=decoder.tokenizer,
+        )
+
+    def __enter__(self) -> Call:
+        with self.decoder.working():
+            self._begin()
+        return self
+
+    def run(self) -> Iterator[list[Round]]:
+        """`Engine.run` for callers that do other things between its steps."""
+        return Steps(self._each_pass(), self.decoder._lock)
+
+    def _each_pass(self) -> Iterator[list[Round]]:
+        for found in self.engine.run():
+            yield found
+            self._check_models()
+
+    def _check_models(self) -> None:
+        """Raise SpecdecError if a model has another form than when the call was made: its caches would not fit."""
+        for role, runner in self.decoder._runners().items():
+            if runner.facts != self.facts[role] or runner.measure() != self.facts[role]:
+                raise SpecdecError(
+                    f"the {role}'s device, dtype, vocabulary, context or number of layers has changed since this call "
+                    "was made: make the call again"
+                )
+
+    def _what_is_kept(self) -> tuple[KeptRows | None, dict[str, Any]]:
+        """What an earlier call kept, as far as the models are the ones that made it: rows, and drafters by label."""
+        decoder = self.decoder
+        self.states = {role: ModelState(runner.view) for role, runner in decoder._runners().items()}
+        if decoder._kept is None or decoder._kept_chain is None:
+            return None, {}
+        self.changed = [role for role, state in self.states.items() if decoder._kept_states.get(role) != state]
+        drafters = dict(zip(decoder._kept_chain.labels, decoder._kept_chain.drafters, strict=True))
+        if "draft" in self.changed:
+            drafters = {label: d for label, d in drafters.items() if d.name != "draft-model"}
+        return None if "target" in self.changed else decoder._kept, drafters
+
+    def _begin(self) -> None:
+        decoder, target = self.decoder, self.decoder.target
+        decoder.refresh()  # a generator begins when it is first advanced
+        self._check_models()
+        kept, previous = self._what_is_kept() if self.settings.keep_state else (None, {})
+        shapes = Shapes.choose(target.device, self.exact, target.pool.room(self.capacity))
+        context = DraftContext(
+            self.batch, self.capacity, target.vocab_size, decoder.draft, decoder.tokenizer, decoder.draft_tokenizer,
+            decoder.reader, previous,
+            shapes.verify_width - 1, separate=True,
+        )  # fmt: skip
+        longest = shapes.verify_width - 1
+        drafters = [unlimited(d, longest) if a else d for d, a in zip(self.drafters, self.automatic, strict=True)]
+        chain = build_chain(drafters, context)
+        if self.costs is not None:
+            free = self.sampling.greedy or self.rule.proposal != "sample"  # the text does not depend on drafts
+            chain.lengths = LengthController(chain.drafters, self.automatic, self.costs, shapes, self.batch, free)
+        # A tree's nodes lie side by side in slots that a chain of the same depth would not need.
+        spare = shapes.verify_width if tree_makers(self.drafters) else 0
+        self.reads_before = decoder.reader.count
+        self.recorded_before = {role: r.recorded for role, r in decoder._runners().items()}
+        self.started = time.perf_counter()
+        verifier = Verifier(
+            runner=target,
+            cache=target.lease(self.batch, self.capacity + spare),
+            shapes=shapes,
+            rule=self.rule,
+            sampling=self.sampling,
+            batch=self.batch,
+            vocab_size=target.vocab_size,
+            reader=decoder.reader,
+            record=self.record,
+            top=self.top,
+            logprobs=self.settings.output_logprobs,
+            watched=bool(chain.observers),
+        )
+        self.engine = Engine(verifier, chain, self.rows, kept)
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self.seconds = time.perf_counter() - self.started
+        decoder, engine = self.decoder, self.engine
+        keep = self.settings.keep_state and kind is None
+        if not keep:
+            engine.chain.close()
+            decoder.target.pool.give_back(engine.cache)
+            return
+        if decoder._kept is not None and decoder._kept_chain is not None:
+            decoder.target.pool.give_back(decoder._kept.cache)
+            decoder._kept_chain.close()
+        texts = [r.tokens.copy() if r is not None and r.error is None else NOTHING for r in engine.slots]
+        decoder._kept, decoder._kept_chain = KeptRows(engine.cache, texts), engine.chain
+        decoder._kept_states = self.states
+
+    def interrupt(self) -> None:
+        """Mark every unfinished row."""
+        self.engine.abandon()
+        for row in self.rows:
+            if row.finish_reason is None:
+                row.fail("interrupted")
+
+    def raise_if_failed(self) -> None:
+        """Raise when no row came through."""
+        if self.rows and all(row.finish_reason == "error" for row in self.rows):
+            raise SpecdecError(str(self.rows[0].error))
+
+    def warn(self, stats: Stats) -> list[str]:
+        """Say, in one warning, which strategies contributed nothing; returns what was said."""
+        names = list(stats.hardly_accepted().items())
+        said = [_of_no_use(name, tally, self._drafter(name)) for name, tally in names]
+        if said:
+            warnings.warn(" ".join(said), DraftWarning, stacklevel=4)
+        return said
+
+    def _drafter(self, label: str) -> Any:
+        chain = self.engine.chain
+        return chain.drafters[chain.labels.index(label)]
+
+    def result(self) -> Generation:
+        self.raise_if_failed()
+        rows, stats = self.rows, self.engine.stats(self.seconds, self.reads_before)
+        return Generation(
+            token_ids=[row.output for row in rows],
+            texts=[row.text() for row in rows] if self.decoder.tokenizer is not None else None,
+            finish_reasons=[str(row.finish_reason) for row in rows],
+            stats=stats,
+            provenance={**self._provenance(), "warnings": self.warn(stats)},
+            errors=[row.error for row in rows],
+            logprobs=[row.logprobs for row in rows] if self.settings.output_logprobs else None,
+            origins=[row.origins for row in rows],
+            lossy=self.rule.lossy,
+        )
+
+    def _provenance(self) -> dict[str, Any]:
+        decoder = self.decoder
+        return {
+            "versions": versions(),
+            "devices": {role: device_name(r.device) for role, r in decoder._runners().items()},
+            "dtypes": {role: str(r.dtype) for role, r in decoder._runners().items()},
+            "weights": {role: h.get() for role, h in decoder._hashes.items()},
+            "adapters": {role: adapters(r.model) for role, r in decoder._runners().items()},
+            "dropped_state": self.changed,
+            "prompts": [hash_ids(row.prompt) for row in self.rows],
+            "chat_templates": self.templates,
+            "seed": self.settings.seed,
+            "settings": {**self.settings.to_dict(), "acceptance": self.rule.name},
+            "strategies": [{"name": d.name, **getattr(d, "parameters", dict)()} for d in self.drafters],
+            "shared_state": [d.name for d in self.drafters if getattr(d, "shares_state", False)],
+            "draft_length": ["auto" if a else "given" for a in self.automatic],
+            "costs": None if self.costs is None else self.costs.to_dict(),
+            "exact": self.exact,
+            "fused": {role: len(r.fusion) for role, r in decoder._runners().items() if r.fusion is not None},
+            "compile": {role: r.compile_report(self.recorded_before[role]) for role, r in decoder._runners().items()},
+            "batch": self.batch,
+            "lossy": self.rule.lossy,
+        }
+
+
+def _of_no_use(name: str, tally: Tally, drafter: Any) -> str:
+    """What is said of a strategy whose drafts are hardly ever accepted, and what to look at."""
+    hint = (
+        "Look at the pair (one tokenizer and vocabulary, a chat template that both were trained with), at the draft "
+        "(the right checkpoint, trained, in a dtype that keeps it whole) and at the temperature; "
+        "specdec.research.traces.monitor tells causes apart."
+    )
+    if isinstance(drafter, RowDrafter):
+        hint = 'This text repeats little: leave the strategy out, or let draft_length="auto" pass it over.'
+    return (
+        f"strategy {name!r} contributes nothing: {tally.accepted_tokens} of {tally.draft_tokens} drafted tokens were "
+        f"accepted in {tally.drafted_rounds} rounds. {hint}"
+    )
+
+
+def _fresh_seed(seed: Any) -> Any:
+    if isinstance(seed, (list, tuple)):
+        return [_fresh_seed(s) for s in seed]
+    return secrets.randbits(63) if seed is None else int(seed)
+
+
+def _row_keys(settings: GenerationSettings, n_prompts: int) -> list[int]:
+    """One key a row: int seed -> (seed, row); a list -> (seeds[prompt], which of its returned sequences)."""
+    n = settings.num_return_sequences
+    if not isinstance(settings.seed, list):
+        return [row_key(settings.seed, i) for i in range(n_prompts * n)]
+    if len(settings.seed) != n_prompts:
+        raise SpecdecError(f"seed has {len(settings.seed)} entries for {n_prompts} prompts")
+    return [row_key(seed, j) for seed in settings.seed for j in range(n)]

@@ -1,0 +1,160 @@
+"""Prompts of every accepted form as rows of token ids, checked before any work is done.
+
+`str` = tokenised as it stands; `list[dict]` = one chat, through the chat template; `list[int]` or a 1-d tensor = one
+row of ids; a list of any of these, or a 2-d tensor = many rows; `[]` = no rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from specdec.errors import SpecdecError
+from specdec.files.texts import first_line, is_unicode
+
+TEXT_PARTS = ("text", "input_text", "output_text")  # types of a message's parts that have a text
+
+
+def encode_prompts(prompts: Any, tokenizer: Any, vocab_size: int, context: int) -> list[list[int]]:
+    """Rows of ids. Raises SpecdecError for an empty row, an id outside the vocabulary, a row longer than the context,
+    text without a tokenizer, or a form that is none of the above."""
+    if isinstance(prompts, (torch.Tensor, np.ndarray)):
+        prompts = prompts.tolist()
+    if not isinstance(prompts, (str, list, tuple)):
+        raise SpecdecError(f"prompts must be text, token ids, a chat, or a list of these, got {type(prompts).__name__}")
+    rows = [prompts] if _is_one(prompts) else list(prompts)
+    encoded = [_encode(row, i, tokenizer) for i, row in enumerate(rows)]
+    for i, ids in enumerate(encoded):
+        _check(ids, i, vocab_size, context)
+    return encoded
+
+
+def _is_one(prompts: Any) -> bool:
+    if isinstance(prompts, str):
+        return True
+    return len(prompts) > 0 and (_is_id(prompts[0]) or isinstance(prompts[0], Mapping))
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _encode(row: Any, index: int, tokenizer: Any) -> list[int]:
+    if isinstance(row, (torch.Tensor, np.ndarray)):
+        row = row.tolist()
+    if isinstance(row, str):
+        if not row:
+            raise SpecdecError(f"prompt {index} is empty")
+        if not is_unicode(row):
+            raise SpecdecError(f"prompt {index} is no Unicode text: it holds half of a surrogate pair")
+        return [int(t) for t in _tokenizer(tokenizer, index)(row)["input_ids"]]
+    if not isinstance(row, Sequence):
+        raise SpecdecError(f"prompt {index}: expected text, token ids or a chat, got {type(row).__name__}")
+    if row and isinstance(row[0], Mapping):
+        chat = _tokenizer(tokenizer, index)
+        if not getattr(chat, "chat_template", None):
+            raise SpecdecError(f"prompt {index} is a chat, but the tokenizer has no chat template")
+        return _through_template(list(row), index, chat)
+    wrong = [t for t in row if not _is_id(t)]
+    if wrong:
+        raise SpecdecError(f"prompt {index}: {wrong[0]!r} is not a token id")
+    return [int(t) for t in row]
+
+
+def join_parts(content: Any, where: str) -> Any:
+    """The text of a message whose content is a list of parts, as OpenAI's API has it; anything else as it is.
+
+    Parts are joined without anything between them: so do templates that take lists, while others add the list to a text
+    or print it. Raises SpecdecError for a part that is no text.
+    """
+    if not isinstance(content, (list, tuple)):
+        return content
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        text = part.get("text") if isinstance(part, Mapping) and kind in TEXT_PARTS else None
+        if not isinstance(text, str):
+            raise SpecdecError(
+                f"{where}: a part of its content is of the type {kind!r}: only parts with a text are taken"
+            )
+        texts.append(text)
+    return "".join(texts)
+
+
+def _through_template(messages: list[Any], index: int, tokenizer: Any) -> list[int]:
+    """Ids of a chat. Templates raise errors of their own for roles that they do not know, or in another order."""
+    messages = [
+        {**m, "content": join_parts(m["content"], f"prompt {index}, message {i}")}
+        if isinstance(m, Mapping) and "content" in m
+        else m
+        for i, m in enumerate(messages)
+    ]
+    try:
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
+    except Exception as error:
+        raise SpecdecError(f"prompt {index}: the chat template refuses the chat: {first_line(error)}") from error
+    return [int(t) for t in ids["input_ids"]]
+
+
+def chat_rows(prompts: Any) -> list[bool]:
+    """Which prompts go through the chat template; prompts as `encode_prompts` takes them."""
+    if isinstance(prompts, (torch.Tensor, np.ndarray)):
+        prompts = prompts.tolist()
+    rows = [prompts] if _is_one(prompts) else prompts
+    return [not isinstance(row, str) and len(row) > 0 and isinstance(row[0], Mapping) for row in rows]
+
+
+def _tokenizer(tokenizer: Any, index: int) -> Any:
+    if tokenizer is None:
+        raise SpecdecError(f"prompt {index} is text, but the decoder has no tokenizer: pass token ids or tokenizer=...")
+    return tokenizer
+
+
+def _check(ids: list[int], index: int, vocab_size: int, context: int) -> None:
+    if not ids:
+        raise SpecdecError(f"prompt {index} is empty")
+    for token in (min(ids), max(ids)):
+        if not 0 <= token < vocab_size:
+            raise SpecdecError(f"prompt {index}: token id {token} is outside the target's vocabulary of {vocab_size}")
+    if len(ids) > context:
+        raise SpecdecError(f"prompt {index} has {len(ids)} tokens, more than the target's context of {context}")
+
+
+class TextStream:
+    """Turns a growing row into pieces of text that are never taken back.
+
+    Held back at the end: an unfinished character (decoders show it as U+FFFD), and text that could be the start of a
+    stop string. Joined pieces equal the row's final text.
+    """
+
+    def __init__(self, stop_strings: Sequence[str]):
+        self.stop_strings = stop_strings
+        self.sent = ""
+
+    def piece(self, text: str) -> str:
+        """What can be sent of the row's text so far."""
+        stable = text.rstrip("�")
+        held = max((_overlap(stable, stop) for stop in self.stop_strings), default=0)
+        return self._send(stable[: len(stable) - held])
+
+    def rest(self, text: str) -> str:
+        """What remains of the final text."""
+        return self._send(text)
+
+    def _send(self, text: str) -> str:
+        if not text.startswith(self.sent):  # the tokenizer still rewrites its tail: wait
+            return ""
+        piece = text[len(self.sent) :]
+        self.sent = text if piece else self.sent
+        return piece
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins `stop`."""
+    for n in range(min(len(text), len(stop)), 0, -1):
+        if text.endswith(stop[:n]):
+            return n
+    return 0

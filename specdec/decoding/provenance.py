@@ -1,0 +1,133 @@
+"""What a result was made with, so that it can be made again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from specdec.device.transfer import sync_allowed
+from specdec.models.state import parts_of
+from specdec.version import __version__
+
+_SAMPLES = 64  # values read per parameter
+_KNOWN = ("torch", "transformers")  # what their modules compute follows from class, config and weights
+_PLAIN = (bool, int, float, str, type(None))
+_BOOKKEEPING = ("training", "_is_hf_initialized")
+
+
+class WeightHash:
+    """A short hash of what a model computes with: names, shapes, dtypes and evenly spaced values of its parameters, and
+    what is set on modules that are not torch's or transformers' own, such as adapters.
+
+    It tells two checkpoints apart, an adapter from none, and notices training steps; it is no proof against tampering.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+
+    def get(self) -> str:
+        digest = hashlib.sha256()
+        samples: dict[torch.device, list[Tensor]] = {}
+        for name, tensor in _weights(self.model):
+            digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+            if is_traceable_wrapper_subclass(tensor):
+                digest.update(f"{type(tensor).__name__}{getattr(tensor, 'act_quant_kwargs', None)}".encode())
+            for part in parts_of(tensor.detach()):
+                if not part.is_meta:
+                    samples.setdefault(part.device, []).append(_sampled(part))
+        for device, found in samples.items():
+            with sync_allowed(device):
+                digest.update(torch.cat(found).cpu().numpy().tobytes())
+        for setting in _settings(self.model):
+            digest.update(setting.encode())
+        return digest.hexdigest()[:16]
+
+
+def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, and buffers that are stored with them: quantised weights can be buffers."""
+    yield from model.named_parameters()
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}", buffer
+
+
+def _sampled(tensor: Tensor) -> Tensor:
+    flat = (tensor.int_repr() if tensor.is_quantized else tensor).reshape(-1)
+    return flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES].to(torch.float32)
+
+
+def _settings(model: nn.Module) -> Iterator[str]:
+    """Plain values, and lists and dicts of them, on modules of other packages and on modules with a `forward` of their
+    own: which adapter is on, its scale."""
+    for name, module in model.named_modules():
+        own = vars(module)
+        if type(module).__module__.split(".")[0] in _KNOWN and "forward" not in own:
+            continue
+        found = {key: value for key, value in own.items() if key not in _BOOKKEEPING and _is_plain(value)}
+        yield f"{name}{type(module).__name__}{'forward' in own}{sorted(found.items())}"
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(_is_plain(key) and _is_plain(v) for key, v in value.items())
+    return all(map(_is_plain, value)) if isinstance(value, (list, tuple)) else isinstance(value, _PLAIN)
+
+
+def adapters(model: nn.Module) -> list[dict[str, Any]]:
+    """The adapters (peft) in a model: which are active, merged or disabled, and their scales; one entry a combination,
+    with the number of modules that have it."""
+    found: Counter[str] = Counter()
+    for module in model.modules():
+        own = vars(module)
+        if "_active_adapter" in own and "_disable_adapters" in own:
+            active, scale = own["_active_adapter"], own.get("scaling")
+            entry = {
+                "active": [active] if isinstance(active, str) else list(active),
+                "disabled": bool(own["_disable_adapters"]),
+                "merged": list(own.get("merged_adapters", ())),
+                "scale": {str(k): float(v) for k, v in scale.items()} if isinstance(scale, dict) else None,
+            }
+            found[json.dumps(entry)] += 1
+    return [{**json.loads(entry), "modules": n} for entry, n in found.items()]
+
+
+def hash_ids(ids: Sequence[int]) -> str:
+    """A short hash of one prompt's token ids."""
+    return hashlib.sha256(np.asarray(ids, dtype=np.int64).tobytes()).hexdigest()[:16]
+
+
+def hash_template(tokenizer: Any) -> str | None:
+    """A short hash of a tokenizer's chat template, as `sha256sum` of its text begins; None where there is none."""
+    template = getattr(tokenizer, "chat_template", None)
+    if not template:
+        return None
+    text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def versions() -> dict[str, str]:
+    """Versions of what a result depends on."""
+    return {
+        "specdec": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """The device in words: the GPU's name, or the processor's architecture and thread count."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type} ({platform.machine()}, {torch.get_num_threads()} threads)"

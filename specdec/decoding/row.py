@@ -1,0 +1,185 @@
+"""One row of a call: its ids, and the stops that can end it inside an accepted block.
+
+A row takes tokens one by one, also when a block brings several, so that nothing follows an EOS, a stop string, the
+length limit or the context's end, wherever in the block they fall, and nothing behind them is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec.drafters.base import Draft, RowSampling
+from specdec.models.trees import shape_of
+from specdec.stats import RoundRecord
+
+
+@dataclass(frozen=True)
+class StopRules:
+    """When rows end. eos: ids; stop_strings; criteria: transformers' StoppingCriteria or callables
+    (input_ids [1, n], scores=None) -> bool or bool tensor; context: most tokens prompt and output may have together.
+    """
+
+    max_new_tokens: int
+    context: int
+    eos: frozenset[int] = frozenset()
+    stop_strings: tuple[str, ...] = ()
+    criteria: tuple[Any, ...] = ()
+    tokenizer: Any = None
+
+    @property
+    def window(self) -> int:
+        """Tokens at the end of a row that can hold a whole stop string: a character takes at most 4 byte tokens."""
+        return 4 * max((len(s) for s in self.stop_strings), default=0) + 8
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, special tokens skipped. Spaces are not tidied: that would rewrite text already streamed."""
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+
+@dataclass
+class Row:
+    """A prompt on its way to becoming a result. `ids` holds prompt and output; `size` is how much of it is real."""
+
+    index: int
+    prompt: list[int]
+    key: int
+    stops: StopRules
+    ids: np.ndarray = field(init=False)
+    size: int = field(init=False)
+    finish_reason: str | None = None
+    error: str | None = None
+    records: list[RoundRecord] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    origins: list[str | None] = field(default_factory=list)
+    processors: Any = None
+    sampling: RowSampling | None = None  # how its tokens are drawn, as drafters are told
+    known: Tensor | None = None  # the ids on the device, for text-reading processors
+    alone: bool = True  # whether the prompt was computed in passes of its own
+    # The open round: what is left of its draft, the row's size when it began, and what it has drafted and accepted so
+    # far; of a tree, which nodes, and which do not exist.
+    pending: Draft | None = None
+    begun: int = 0
+    strategy: str | None = None
+    drafted: int = 0
+    accepted: int = 0
+    path: Sequence[int] = ()
+    missing: set[int] = field(default_factory=set)
+    rounds: int = 0  # rounds opened, the counter that makes draft noise fresh
+
+    def __post_init__(self) -> None:
+        room = min(self.stops.context, len(self.prompt) + self.stops.max_new_tokens)
+        self.ids = np.zeros(max(room, len(self.prompt)) + 1, dtype=np.int64)
+        self.ids[: len(self.prompt)] = self.prompt
+        self.size = len(self.prompt)
+        if self.room == 0:
+            self.finish_reason = self._limit()
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """Ids without the newest, [size - 1]; a view."""
+        return self.ids[: self.size - 1]
+
+    @property
+    def last(self) -> int:
+        return int(self.ids[self.size - 1])
+
+    @property
+    def output(self) -> list[int]:
+        return self.ids[len(self.prompt) : self.size].tolist()
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still be emitted."""
+        longest = min(self.stops.context, len(self.prompt) + self.stops.max_new_tokens)
+        return max(0, longest - self.size)
+
+    def _limit(self) -> str:
+        done = self.size - len(self.prompt)
+        return "length" if done >= self.stops.max_new_tokens else "context"
+
+    def take(self, tokens: Sequence[int], logprobs: Sequence[float] | None, origins: Sequence[str | None]) -> int:
+        """Append tokens until a stop; sets `finish_reason` at a stop. Returns how many were taken."""
+        for n, token in enumerate(tokens):
+            self.ids[self.size] = token
+            self.size += 1
+            self.origins.append(origins[n])
+            if logprobs is not None:
+                self.logprobs.append(logprobs[n])
+            self.finish_reason = self._stop(int(token))
+            if self.finish_reason is not None:
+                return n + 1
+        return len(tokens)
+
+    def _stop(self, token: int) -> str | None:
+        if token in self.stops.eos:
+            return "eos"
+        if self.stops.stop_strings and self._stop_string():
+            return "stop_string"
+        if self.stops.criteria and self._criterion():
+            return "stopping_criteria"
+        return self._limit() if self.room == 0 else None
+
+    def _stop_string(self) -> bool:
+        start = max(len(self.prompt), self.size - self.stops.window)
+        tail = self.stops.decode(self.ids[start : self.size].tolist())
+        return any(s in tail for s in self.stops.stop_strings)
+
+    def _criterion(self) -> bool:
+        ids = torch.from_numpy(self.ids[: self.size].copy())[None]
+        for criterion in self.stops.criteria:
+            answer = criterion(ids, None)
+            if bool(answer.all()) if isinstance(answer, Tensor) else bool(answer):
+                return True
+        return False
+
+    def fail(self, reason: str, message: str | None = None) -> None:
+        self.finish_reason, self.error = reason, message
+
+    def open_round(self, draft: Draft) -> None:
+        self.pending = draft
+        self.strategy = draft.drafter or None
+        self.begun, self.drafted, self.accepted, self.path = self.size, 0, 0, ()
+        self.rounds += 1
+
+    def close_round(self) -> None:
+        """Record what the open round has emitted, wherever in it a stop or a failure fell; a round that has emitted
+        nothing is none. What was drafted behind the end of the text does not count (stats.py)."""
+        emitted = self.size - self.begun
+        own = emitted > self.accepted
+        self.accepted = min(self.accepted, emitted)
+        levels, exhausted = None, False
+        if self.pending is not None and self.pending.parents is not None:
+            shape = shape_of(tuple(self.pending.parents))
+            levels = shape.levels if own else self.accepted
+            exhausted = own and shape.is_leaf(self.path[-1] + 1 if self.path else 0)
+            self.drafted = self.drafted if own else len(set(shape.nodes(levels)) - self.missing)
+        elif not own:
+            self.drafted = self.accepted
+        if emitted > 0:
+            strategy = self.strategy if self.drafted else None
+            self.records.append(RoundRecord(strategy, self.drafted, self.accepted, levels, exhausted, own))
+        self.pending = None
+
+    def abandon_round(self) -> None:
+        """Record what an interrupted round has emitted, wherever in it the interrupt fell."""
+        recorded = len(self.prompt) + sum(r.tokens for r in self.records)
+        if self.pending is not None and self.size > recorded:
+            self.begun = recorded
+            self.close_round()
+        elif self.pending is not None:
+            self.drafted = self.accepted = 0
+
+    def text(self) -> str:
+        """Special tokens skipped, cut before the earliest stop string."""
+        text = self.stops.decode(self.output)
+        if self.finish_reason == "stop_string":
+            found = [text.find(s) for s in self.stops.stop_strings if s in text]
+            text = text[: min(found)] if found else text
+        return text

@@ -1,0 +1,225 @@
+"""How long the passes of a call take: run as a call runs them, by the same programs over a leased cache.
+
+A *verify pass* is what lies between the drafts and the host's read; a *draft* is the program that catches up with the
+text and chooses some tokens. Nothing is prefilled: a pass takes as long over what an earlier call left in the cache, or
+over zeros, as over any text. Used for measured cost tables (`measure_costs`) and for estimates
+(research/offline/what_if.py).
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from specdec.config import check_whole
+from specdec.decoding.acceptance import LEVIATHAN
+from specdec.decoding.provenance import device_name
+from specdec.decoding.row import Row, StopRules
+from specdec.decoding.verification import Verifier
+from specdec.device.host_read import HostReader
+from specdec.drafters import STRATEGIES
+from specdec.drafters.base import Draft, DraftContext, DraftRequest, RowDrafter, RowSampling
+from specdec.drafters.costs import AROUND, CONTEXTS, WIDTHS, CostTable, check_axes, check_sequence
+from specdec.drafters.draft_model.core import DraftCore, Stops
+from specdec.errors import SpecdecError
+from specdec.models.runner import Runner, Shapes
+from specdec.sampling.sampling import Sampling
+
+if TYPE_CHECKING:
+    from specdec.decoder import SpeculativeDecoder
+
+Cell = tuple[str, int, int, int]  # role, batch, context, width
+STEPS = 5  # of the draft whose steps are timed
+TOKEN = 0  # the text is made of it
+
+
+class Passes:
+    """The passes of greedy calls of `batch` rows, whose texts have one of `contexts` tokens before their newest, with
+    drafts of up to `longest` tokens. Holds leased caches until it is closed. Raises SpecdecError where the decoder's
+    exact mode does not go with its target."""
+
+    def __init__(self, decoder: SpeculativeDecoder, batch: int, contexts: Sequence[int], longest: int):
+        self.target, self.batch = decoder.target, batch
+        exact = decoder.resolve_exact(decoder.exact)
+        cache = self.target.lease(batch, max(contexts) + longest + 1)
+        self.verifiers: dict[int, Verifier] = {}
+        for context in contexts:
+            shapes = Shapes.choose(self.target.device, exact, self.target.pool.room(context + longest + 1))
+            self.verifiers[context] = Verifier(
+                self.target, cache, shapes, LEVIATHAN, Sampling(0.0), batch, self.target.vocab_size, HostReader()
+            )
+        self.core = None if decoder.draft is None else DraftCore(decoder.draft, batch, max(contexts) + longest + 1)
+
+    def close(self) -> None:
+        """Give the caches back, with what was recorded for them."""
+        self.target.pool.give_back(next(iter(self.verifiers.values())).cache)
+        if self.core is not None:
+            self.core.close()
+
+    def turn(self, context: int, widths: Sequence[int]) -> dict[Cell, float]:
+        """Seconds of every pass, each once, as `measure_passes` has them."""
+        shapes, made = self.verifiers[context].shapes, {}
+        cells: dict[Cell, float] = {}
+        for width in widths:
+            fed = shapes.width(min(width, shapes.verify_width))
+            if fed not in made:
+                made[fed] = self.verify(context, width)
+            cells["target", self.batch, context, width] = made[fed]
+            if self.core is not None:
+                one = self.draft(context, width, 1) if width > 1 else self.draft(context, 1, STEPS) / STEPS
+                cells["draft", self.batch, context, width] = one
+        return cells
+
+    def verify(self, context: int, width: int) -> float:
+        """Seconds of a verify pass with drafts of `width` - 1 tokens, or as many as one pass takes."""
+        verifier = self.verifiers[context]
+        stops = StopRules(max_new_tokens=width + 1, context=self.target.context)
+        rows = [(b, Row(b, [TOKEN] * (context + 1), b, stops)) for b in range(self.batch)]
+        for _, row in rows:
+            row.open_round(Draft([TOKEN] * (min(width, verifier.shapes.verify_width) - 1)))
+        return _seconds(self.target, lambda: verifier.read(verifier.launch(rows)))
+
+    def draft(self, context: int, behind: int, steps: int) -> float:
+        """Seconds of a draft of `steps` tokens by a draft model that has not seen the newest `behind` of the text."""
+        core = self.core
+        assert core is not None
+        sampling, text = RowSampling(Sampling(0.0), LEVIATHAN.proposal), [TOKEN] * context
+        requests = [DraftRequest(b, text, TOKEN, steps, context, sampling) for b in range(self.batch)]
+        for b in range(self.batch):
+            core.length[b] = max(0, context + 1 - behind)
+        return _seconds(
+            core.runner, lambda: core.propose(requests, steps, Stops(0.0, 0, None), self.target.vocab_size)
+        )  # fmt: skip
+
+
+def _seconds(runner: Runner, run: Callable[[], Any]) -> float:
+    _wait(runner.device)
+    started = time.perf_counter()
+    run()
+    _wait(runner.device)
+    return time.perf_counter() - started
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def room_for(decoder: SpeculativeDecoder, widths: Sequence[int]) -> int:
+    """The longest context at which both models have room for passes of these widths."""
+    return min(r.context for r in decoder._runners().values()) - _longest(widths) - 1
+
+
+def _longest(widths: Sequence[int]) -> int:
+    return max([*widths, STEPS])
+
+
+def measure_passes(
+    decoder: SpeculativeDecoder, batches: Sequence[int], contexts: Sequence[int], widths: Sequence[int], repeats: int,
+    progress: Callable[[str], None] = lambda what: None,
+) -> dict[Cell, float]:  # fmt: skip
+    """Median seconds of every cell over `repeats` turns, in each of which every pass is timed once,
+    so that what slows the machine down for a while falls on all alike.
+
+    Of the target, verify passes; widths that a call feeds through one pass, all of them in exact mode, are timed once.
+    Of the draft, a step (width 1: its share of a draft of STEPS tokens), and drafts of one token that catch up with so
+    many.
+    """
+    decoder.refresh()
+    passes = {batch: Passes(decoder, batch, contexts, _longest(widths)) for batch in batches}
+    times: dict[Cell, list[float]] = {}
+    try:
+        for turn in range(repeats + 1):
+            progress(f"turn {turn} of {repeats}")
+            for context in contexts:
+                for found in passes.values():
+                    for cell, seconds in found.turn(context, widths).items():
+                        if turn:  # the first one warms up: there passes are recorded and compiled
+                            times.setdefault(cell, []).append(seconds)
+    finally:
+        for found in reversed(passes.values()):
+            found.close()  # the smallest batch last: its cache is the one that stays
+    return {cell: statistics.median(seconds) for cell, seconds in times.items()}
+
+
+def round_seconds(decoder: SpeculativeDecoder, tokens: int = 12) -> float:
+    """Median seconds of a plain round beside its verify pass."""
+    tokens = min(tokens, decoder.target.context - 1)
+    call = decoder._call([TOKEN], [], max_new_tokens=tokens, ignore_eos=True)
+    inside, beside = [0.0], []
+    with call:
+        verifier: Any = call.engine.verifier
+        verifier.launch, verifier.read = (_adding(f, inside) for f in (verifier.launch, verifier.read))
+        started = time.perf_counter()
+        for _ in call.engine.run():
+            now = time.perf_counter()
+            beside.append(now - started - inside[0])
+            started, inside[0] = now, 0.0
+    return statistics.median(beside)
+
+
+def _adding(function: Callable[..., Any], total: list[float]) -> Callable[..., Any]:
+    """The function, whose seconds are added to `total`."""
+
+    def timed(*given: Any) -> Any:
+        started = time.perf_counter()
+        made = function(*given)
+        total[0] += time.perf_counter() - started
+        return made
+
+    return timed
+
+
+def measure_costs(
+    decoder: SpeculativeDecoder, batches: Sequence[int] = (1,), contexts: Sequence[int] = CONTEXTS,
+    widths: Sequence[int] = WIDTHS, repeats: int = 3, progress: Callable[[str], None] = lambda what: None,
+) -> CostTable:  # fmt: skip
+    """Time this machine, for `generate(..., costs=...)`: the passes of greedy calls in the decoder's own modes
+    (decoding/timing.py), medians over `repeats` turns.
+
+    batches, widths: ascending from 1; contexts: those beyond what the models have count as the longest that leaves room
+    for a pass. Raises SpecdecError for others, and where no context is left.
+    """
+    check_axes(batches, (1,), widths)
+    check_sequence("contexts", contexts)
+    for context in contexts:
+        check_whole("costs: contexts", context, 1)
+    check_whole("costs: repeats", repeats, 1)
+    room = room_for(decoder, widths)
+    contexts = tuple(sorted({min(c, room) for c in contexts}))
+    if not contexts or contexts[0] < 1:
+        raise SpecdecError(f"costs: contexts must be at least 1 and fit into the models, got {list(contexts)}")
+    seconds = measure_passes(decoder, batches, contexts, widths, repeats, progress)
+    tables = {
+        role: tuple(tuple(tuple(seconds[role, b, c, w] for w in widths) for c in contexts) for b in batches)
+        for role in decoder._runners()
+    }
+    return CostTable(
+        tables["target"], tables.get("draft"), tuple(batches), contexts, tuple(widths), round_seconds(decoder),
+        _call_seconds(STRATEGIES.values()), device_name(decoder.target.device), "measured",
+    )  # fmt: skip
+
+
+def _call_seconds(strategies: Iterable[type[Any]], tokens: int = 1000, rounds: int = 30) -> dict[str, float]:
+    """Seconds of a call of every strategy without a model, on a text that repeats and varies, and around it."""
+    ids = np.random.default_rng(0).integers(0, 200, tokens + rounds + 1)
+    ids[tokens // 2 :: 7] = 5
+    calls = {}
+    for kind in strategies:
+        if not issubclass(kind, RowDrafter):
+            continue
+        drafter = kind().fresh(DraftContext(1, len(ids), 1 << 31))
+        drafter.begin(0, ids[: tokens - 1])
+        times = []
+        for size in range(tokens, tokens + rounds):
+            started = time.perf_counter()
+            drafter.draft([DraftRequest(0, ids[: size - 1], int(ids[size - 1]), 5, size - 1)])
+            drafter.accept(0, 0, True)
+            times.append(time.perf_counter() - started)
+        calls[drafter.name] = statistics.median(times) + AROUND
+    return calls

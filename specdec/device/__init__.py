@@ -1,0 +1,5 @@
+"""What the device does without the host: recorded programs, transfers, the one read."""
+
+from specdec.device.transfer import array_on, fetched, moved, sent, sync_allowed, to_device
+
+__all__ = ["array_on", "fetched", "moved", "sent", "sync_allowed", "to_device"]

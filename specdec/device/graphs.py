@@ -1,0 +1,232 @@
+"""Programs recorded once and replayed: CUDA graphs, and the compiled variants that are recorded inside them.
+
+A pass of a model is hundreds of small kernels; launched one by one from Python they take longer than the GPU takes to
+run them. A graph replays them with one launch. It is fixed in everything but the contents of its inputs: shapes, the
+K/V length, the rows, and every address, those of weights and cache included. So a graph is made per key and per
+signature of its inputs (`Buffers.signature`), lives with the cache that it writes to (`RaggedCache.graphs`), is dropped
+when the model's weights have moved, and reads its inputs from buffers of its own that are refilled before each replay.
+
+What is recorded is a *program*: a function from `Buffers` to `Buffers` that computes on the device alone and is fully
+described by its key and that signature; so no key names a shape of its inputs, and none can forget one. One pass of a
+model is a program (`PassKey`); so are a pass with the acceptance behind it (decoding/verification.py) and all the draft
+steps of a round (drafters/draft_model/strategy.py). A program that cannot be recorded runs as it is, and the passes in
+it are recorded one by one.
+
+Recording is behind the small `Recorder` protocol, so that everything else here runs, and is tested, without a GPU.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import warnings
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+
+from specdec.device.buffers import Buffers
+from specdec.device.transfer import sync_allowed
+from specdec.errors import SpecdecError
+
+MODES = ("off", "graph", "inductor", "max")
+# A graph of a large model takes some megabytes beside its pool, and prompts of many lengths would make many.
+RARE_LIMIT = 64
+
+log = logging.getLogger("specdec")
+_recording = threading.Lock()
+
+
+def check_compile(value: Any) -> None:
+    """Raise SpecdecError for a value that `compile` cannot have."""
+    if not isinstance(value, str) or value not in ("auto", *MODES):
+        raise SpecdecError(f"compile must be 'auto', {', '.join(map(repr, MODES))}, got {value!r}")
+
+
+def choose_mode(value: str, model: Any, device: torch.device) -> str:
+    """The mode of one model: `auto` = graphs on a CUDA device, off elsewhere. Warns where a wish cannot be met."""
+    check_compile(value)
+    if value == "off" or (value == "auto" and device.type != "cuda"):
+        return "off"
+    if device.type != "cuda":
+        warnings.warn(f"compile={value!r} needs a CUDA device: the passes on {device.type} run eagerly", stacklevel=3)
+        return "off"
+    if len({p.device for p in model.parameters()}) > 1:
+        if value != "auto":
+            warnings.warn(f"compile={value!r}: a model on several devices runs eagerly", stacklevel=3)
+        return "off"
+    return "graph" if value == "auto" else value
+
+
+class Key(Protocol):
+    """A named tuple: everything that a program depends on beside its inputs and their signature."""
+
+    @property
+    def passes(self) -> int:
+        """Passes of the model in it."""
+
+    @property
+    def rare(self) -> bool:
+        """Whether it is recorded only when it occurs for the second time."""
+
+
+I = TypeVar("I", bound=Buffers)  # noqa: E741
+R = TypeVar("R", bound=Buffers)
+
+
+class Recorder(Protocol):
+    """Makes a program repeatable."""
+
+    def warm_up(self, run: Callable[[], Buffers]) -> None:
+        """Run once before recording, so that whatever allocates or compiles on first use has done so."""
+
+    def record(self, run: Callable[[], R]) -> tuple[Callable[[], None], R]:
+        """Returns (replay, result): `replay()` does what `run` did, from the same input buffers into `result`."""
+
+
+@cache
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream for runs before recording. One a device: cuBLAS keeps tens of megabytes for each stream it met."""
+    return torch.cuda.Stream(device)
+
+
+class CudaRecorder:
+    """CUDA graphs of one model, which share one pool of memory: they never run at the same time, and what they
+    return is copied before the next one runs.
+
+    They are recorded on a stream of their own. cuBLAS takes the workspace of a stream where nothing has run yet from
+    their pool, where it stays as long as they do. A workspace that was there before is freed when anybody clears
+    those of the process, as torch.compile does before it records graphs of its own, and the next replay would write
+    to memory that is somebody else's by then. (torch has 32 streams a device, which it hands out in turns: a process
+    that takes many more can get one that has run.)
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._open()
+
+    def _open(self) -> None:
+        self.pool = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream(self.device)
+        # That workspace outlives the graphs of a cache that is given up. A pool with memory but without graphs takes
+        # no new ones, so one that does nothing stays for as long as the recorder does.
+        self.anchor = torch.cuda.CUDAGraph()
+        with warnings.catch_warnings(), self._into(self.anchor):
+            warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+
+    @contextmanager
+    def _into(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+        """What runs inside becomes part of `graph`."""
+        with (
+            torch.cuda.device(self.device),
+            torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"),
+        ):
+            yield
+
+    def warm_up(self, run: Callable[[], Buffers]) -> None:
+        current, aside = torch.cuda.current_stream(self.device), side_stream(self.device)
+        aside.wait_stream(current)
+        with torch.cuda.stream(aside):
+            run()
+        current.wait_stream(aside)
+
+    def record(self, run: Callable[[], R]) -> tuple[Callable[[], None], R]:
+        graph = torch.cuda.CUDAGraph()
+        random = torch.cuda.default_generators[self.device.index or 0]
+        state = random.clone_state()
+        try:
+            with self._into(graph):
+                result = run()
+        except RuntimeError:
+            # Pool and generator still take the broken recording for open: the next one would fail with it, and so
+            # would everything that draws from the device's generator.
+            self._open()
+            random.graphsafe_set_state(state)
+            raise
+        return graph.replay, result
+
+
+@dataclass(frozen=True)
+class Recorded(Generic[I, R]):
+    """A program that can be replayed: its input buffers, and the result that a replay fills."""
+
+    inputs: I
+    replay: Callable[[], None]
+    result: R
+
+    def __call__(self, inputs: I) -> R:
+        """The result is the caller's own: another program may use the graph's memory for something else."""
+        self.inputs.refill(inputs)
+        self.replay()
+        return self.result.copies()
+
+
+class Graphs:
+    """The recorded programs of one model: counted, timed, and given up for good, kind by kind, where recording fails.
+
+    captures: programs recorded so far; seconds: time that took, warm-up and compilation included; failures: kind of
+    program -> why it is not recorded; busy: a recording is going on, so that passes inside it just run.
+    """
+
+    def __init__(self, recorder: Recorder, name: str):
+        self.recorder, self.name = recorder, name
+        self.captures = 0
+        self.seconds = 0.0
+        self.failures: dict[str, str] = {}
+        self.busy = False
+
+    def run(self, known: dict[Hashable, Any], key: Key, inputs: I, compute: Callable[[I], R]) -> R:
+        """Replay the program of `key` for inputs of this signature in `known`, the cache's own; record it first where
+        it is new. A rare one is computed the first time: most of them never come again."""
+        kind = type(key).__name__
+        if self.busy or kind in self.failures:
+            return compute(inputs)
+        place = (kind, inputs.signature()), key
+        program: Recorded[I, R] | None = known.get(place)
+        if program is None and key.rare and (place not in known or _rare(known) >= RARE_LIMIT):
+            known[place] = None
+            return compute(inputs)
+        if program is None:
+            started = time.perf_counter()
+            # What another thread runs on the side stream would become part of the recording.
+            with _recording, sync_allowed(next(inputs.tensors()).device):
+                program = self._record(kind, inputs, compute)
+            self.seconds += time.perf_counter() - started
+            if program is None:
+                return compute(inputs)
+            known[place] = program
+        return program(inputs)
+
+    def _record(self, kind: str, inputs: I, compute: Callable[[I], R]) -> Recorded[I, R] | None:
+        fixed = inputs.copies()
+
+        def run() -> R:
+            self.busy = True
+            try:
+                return compute(fixed)
+            finally:
+                self.busy = False
+
+        # A program that fails here fails eagerly as well: that is the caller's error, and not one of recording.
+        self.recorder.warm_up(run)
+        try:
+            replay, result = self.recorder.record(run)
+        except RuntimeError as error:
+            self._give_up(kind, str(error).strip().split("\n")[0])
+            return None
+        self.captures += 1
+        return Recorded(fixed, replay, result)
+
+    def _give_up(self, kind: str, reason: str) -> None:
+        self.failures[kind] = reason
+        how = "runs eagerly: its passes" if kind == "PassKey" else "is replayed pass by pass: larger programs"
+        log.warning("%s %s cannot be recorded (%s)", self.name, how, reason)
+
+
+def _rare(known: dict[Any, Any]) -> int:
+    """How many rare programs are recorded."""
+    return sum(program is not None and key.rare for (_, key), program in known.items())

@@ -1,0 +1,84 @@
+"""The one way in which values come back from the device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec.device.buffers import Buffers
+from specdec.device.transfer import fetched
+
+Form = tuple[tuple[int, ...], bool]
+
+
+@dataclass(frozen=True)
+class Packed(Buffers):
+    """Tensors on their way to the host: `flat` float64 [n], which holds token ids, lengths and float32 values exactly;
+    forms: each tensor's shape, and whether it is of floats."""
+
+    flat: Tensor
+    forms: tuple[Form, ...]
+
+    def part(self, index: int) -> Tensor:
+        """One of the tensors again, still on the device."""
+        offset = sum(math.prod(shape) for shape, _ in self.forms[:index])
+        shape, of_floats = self.forms[index]
+        part = self.flat[offset : offset + math.prod(shape)].reshape(shape)
+        return part if of_floats else part.to(torch.int64)
+
+    @staticmethod
+    def of(tensors: Sequence[Tensor]) -> Packed:
+        home = tensors[0].device
+        flat = torch.cat([t.detach().to(home).reshape(-1).to(torch.float64) for t in tensors])
+        return Packed(flat, tuple((tuple(t.shape), t.is_floating_point()) for t in tensors))
+
+
+@dataclass(frozen=True)
+class Arriving:
+    """Packed tensors on their way: `flat` on the host, to be looked at after `event`."""
+
+    flat: Tensor
+    forms: tuple[Form, ...]
+    event: torch.cuda.Event | None = None
+
+    @staticmethod
+    def of(packed: Packed) -> Arriving:
+        """Start the transfer. What is launched behind it does not delay it."""
+        flat, event = fetched(packed.flat)
+        return Arriving(flat, packed.forms, event)
+
+
+class HostReader:
+    """The only way values come back from the device: counted, and one transfer a call. `count`: transfers so far."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def read(self, *tensors: Tensor) -> list[Any]:
+        """The tensors as nested lists of Python numbers, ints where the tensor was integral or boolean."""
+        if tensors:
+            return self.fetch(Arriving.of(Packed.of(tensors)))
+        self.count += 1
+        return []
+
+    def fetch(self, arriving: Arriving) -> list[Any]:
+        """The same of tensors that are on their way already."""
+        self.count += 1
+        if arriving.event is not None:
+            arriving.event.synchronize()
+        flat = arriving.flat.numpy()
+        floats = any(of_floats for _, of_floats in arriving.forms)
+        values = flat if floats else flat.astype(np.int64)
+        out, offset = [], 0
+        for shape, of_floats in arriving.forms:
+            end = offset + math.prod(shape)
+            part = values[offset:end].reshape(shape)
+            out.append((part.astype(np.int64) if floats and not of_floats else part).tolist())
+            offset = end
+        return out

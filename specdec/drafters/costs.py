@@ -1,0 +1,244 @@
+"""What passes cost: the table from which automatic draft length chooses (drafters/length.py, docs/automatic_length.md).
+
+`nominal_costs` computes a table from the models' sizes, data types and kind of device: the same on every machine,
+so that a run can be repeated. `measure_costs` times this machine once; what it returns is frozen, and can be a file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import yaml
+
+from specdec.config import check_number, check_whole
+from specdec.errors import SpecdecError
+from specdec.files.texts import as_path, is_file, read_json, read_yaml, write_atomically
+from specdec.models.quantised import weight_of
+from specdec.models.runner import Runner
+
+if TYPE_CHECKING:
+    pass
+
+Table = tuple[tuple[tuple[float, ...], ...], ...]
+
+WIDTHS = (1, 2, 3, 5, 9, 13, 17)
+CONTEXTS = (128, 1024)
+MANY = 4  # tokens
+AROUND = 5e-5  # what chain and engine do around a call
+SOURCES = ("nominal", "measured")
+CALL_SECONDS = 5e-5 + AROUND  # of a strategy that was not timed, a row
+SUFFIX_SECONDS = 3e-4
+
+
+def check_axes(batches: Sequence[int], contexts: Sequence[int], widths: Sequence[int], least_context: int = 0) -> None:
+    """Raise SpecdecError unless a table can have these batches, contexts and widths: whole numbers that ascend, batches
+    and widths from 1, widths at least two."""
+    axes = (("batches", batches, 1, 1), ("contexts", contexts, least_context, 1), ("widths", widths, 1, 2))
+    for name, given, first, least in axes:
+        check_sequence(name, given)
+        values = list(given)
+        for value in values:
+            check_whole(f"costs: {name}", value, first)
+        if len(values) < least or values != sorted(set(values)) or (name != "contexts" and values[0] != 1):
+            start = "" if name == "contexts" else " from 1"
+            raise SpecdecError(f"costs: {name} must be {least} or more numbers that ascend{start}, got {values}")
+
+
+def check_sequence(name: str, values: Any) -> None:
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        raise SpecdecError(f"costs: {name} must be a sequence of whole numbers, got {values!r}")
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Seconds, by batch, context and width in tokens. Raises SpecdecError for a table of another form.
+
+    target, draft: [batches][contexts][widths], of one pass (draft: None = no draft model); round: of a round beside its
+    passes; calls: of one row's call of a strategy without a model, by name; device: in words; source: "nominal" or
+    "measured".
+    """
+
+    target: Table
+    draft: Table | None = None
+    batches: tuple[int, ...] = (1,)
+    contexts: tuple[int, ...] = (0,)
+    widths: tuple[int, ...] = (1, 2)
+    round: float = 0.0
+    calls: Mapping[str, float] = field(default_factory=dict)
+    device: str = ""
+    source: str = "nominal"
+
+    def __post_init__(self) -> None:
+        check_axes(self.batches, self.contexts, self.widths)
+        for name in ("batches", "contexts", "widths"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        check_number("costs: round", self.round, 0.0, math.inf)
+        if not isinstance(self.calls, Mapping) or not all(isinstance(name, str) for name in self.calls):
+            raise SpecdecError(f"costs: calls must map names of strategies to seconds, got {self.calls!r}")
+        for name, seconds in self.calls.items():
+            check_number(f"costs: calls of {name!r}", seconds, 0.0, math.inf)
+        if self.source not in SOURCES or not isinstance(self.device, str):
+            kinds = " or ".join(SOURCES)
+            raise SpecdecError(f"costs: source must be {kinds}, device a text, got {self.source!r}, {self.device!r}")
+        object.__setattr__(self, "target", self._checked("target", self.target))
+        if self.draft is not None:
+            object.__setattr__(self, "draft", self._checked("draft", self.draft))
+
+    def _checked(self, name: str, value: Any) -> Table:
+        shape = (len(self.batches), len(self.contexts), len(self.widths))
+        try:
+            array = np.asarray(value)
+            array = array.astype(np.float64) if array.dtype.kind in "iuf" else np.zeros(0)  # no texts, no bools
+        except ValueError:
+            array = np.zeros(0)
+        if array.shape != shape or not np.isfinite(array).all() or (array <= 0).any():
+            raise SpecdecError(f"costs: {name} must hold positive seconds by batch, context and width, {shape}")
+        return tuple(tuple(tuple(row) for row in block) for block in array.tolist())
+
+    def seconds(self, role: str, batch: int, context: int, width: int) -> float:
+        """One pass of `role` ("target" or "draft") over `width` tokens of each of `batch` rows at `context` tokens.
+
+        Between entries linear. Beyond the largest batch or width a pass costs what as many tokens in one row would,
+        in a straight line through the two widest entries. Raises SpecdecError for another role, a table without a draft
+        model, and no rows.
+        """
+        if role not in ("target", "draft") or batch < 1:
+            raise SpecdecError(f"costs: expected target or draft and one row or more, got {role!r}, {batch!r}")
+        table = self.target if role == "target" else self.draft
+        if table is None:
+            raise SpecdecError("costs: the table has no draft model")
+        index = max(i for i, b in enumerate(self.batches) if b <= batch)
+        tokens = width * batch / self.batches[index]
+        column = [_line(tokens, self.widths, row) for row in table[index]]
+        return float(np.interp(context, self.contexts, column))
+
+    def call(self, name: str) -> float:
+        """Seconds of one row's call of a strategy without a model."""
+        return self.calls.get(name, SUFFIX_SECONDS if name == "suffix" else CALL_SECONDS)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        made: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return made
+
+    @staticmethod
+    def from_dict(data: Any, where: str = "costs") -> CostTable:
+        """The table that `to_dict` wrote. Raises SpecdecError for anything else."""
+        known = {f.name for f in fields(CostTable)}
+        if not isinstance(data, Mapping) or "target" not in data or not set(data) <= known:
+            raise SpecdecError(f"{where}: not a cost table; its keys are {', '.join(sorted(known))}")
+        return CostTable(**data)
+
+    def save(self, path: str | Path) -> None:
+        """Write a file for `load`: YAML if its name ends so, else JSON. Raises OSError."""
+        plain, file = self.to_dict(), as_path(path, "costs")
+        text = yaml.safe_dump(plain, sort_keys=False) if _is_yaml(file) else json.dumps(plain, indent=1) + "\n"
+        write_atomically(file, text)
+
+    @staticmethod
+    def load(path: str | Path) -> CostTable:
+        """A file of `save`. Raises SpecdecError for a missing file, or one that holds no cost table."""
+        file = as_path(path, "costs")
+        if not is_file(file):
+            raise SpecdecError(f"costs: {path} cannot be read: there is no such file")
+        read = read_yaml if _is_yaml(file) else read_json
+        return CostTable.from_dict(read(file, "costs"), str(path))
+
+
+def _is_yaml(path: Path) -> bool:
+    return path.suffix in (".yaml", ".yml")
+
+
+def as_costs(value: Any) -> CostTable | None:
+    """A table as users give it: None, a CostTable, its plain data, or the path of a file."""
+    if value is None or isinstance(value, CostTable):
+        return value
+    if isinstance(value, Mapping):
+        return CostTable.from_dict(value)
+    if isinstance(value, (str, Path)):
+        return CostTable.load(value)
+    raise SpecdecError(f"costs must be a CostTable, its data, or the path of a file, got {value!r}")
+
+
+def _line(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
+    if x <= xs[-1]:
+        return float(np.interp(x, xs, ys))
+    slope = max(0.0, (ys[-1] - ys[-2]) / (xs[-1] - xs[-2]))
+    return ys[-1] + slope * (x - xs[-1])
+
+
+# -- nominal ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Machine:
+    """bandwidth: bytes a second; arithmetic: operations a second; layer: seconds of a layer beside them; launch: a
+    layer's least, because the host starts its kernels one by one; repeat: part of the weights that passes of MANY
+    tokens and more read again, because their products take another kernel."""
+
+    bandwidth: float
+    arithmetic: float
+    layer: float
+    launch: float = 0.0
+    repeat: float = 0.0
+
+    def seconds(self, runner: Runner, tokens: Sequence[int]) -> tuple[float, ...]:
+        """Passes of so many tokens: every weight is read, and every token takes two operations a weight."""
+        head = runner.model.get_output_embeddings()
+        table = weight_of(runner.model.get_input_embeddings())
+        tied = head is None or weight_of(head) is table
+        weights = [(p.numel(), p.element_size()) for p in runner.model.parameters() if tied or p is not table]
+        layers = int(getattr(runner.config, "num_hidden_layers", 1))
+        reading = sum(n * size for n, size in weights) / self.bandwidth
+        each = 2.0 * sum(n for n, _ in weights) / self.arithmetic
+
+        def one(n: int) -> float:
+            read = reading * (1.0 + self.repeat * (n >= MANY))
+            return max(layers * self.launch, layers * self.layer + read + each * n)
+
+        return tuple(one(n) for n in tokens)
+
+
+# Fitted to SmolLM2-135M in float32 on two cores (44, 65 and 88 ms for 1, 5 and 9 tokens; on another machine 90, 167 and
+# 205, with 98 for 3 and 165 for 4), and to an 8B Llama in bfloat16 on an H100: 23-24 ms eagerly, 9.1, 9.9 and 10.3 ms
+# for 1, 8 and 16 tokens by CUDA graphs. Small models take longer than this says, their wide passes and drafts less.
+_CPU = _Machine(bandwidth=17e9, arithmetic=60e9, layer=2.5e-4, repeat=0.3)
+_CUDA = _Machine(bandwidth=3e12, arithmetic=150e12, layer=1.3e-4)
+_CUDA_EAGER = _Machine(bandwidth=3e12, arithmetic=150e12, layer=1.3e-4, launch=7.2e-4)
+_ROUND = 1.5e-3
+
+
+def nominal_costs(target: Runner, draft: Runner | None = None) -> CostTable:
+    """A table computed from sizes, data types and kind of device: the same wherever the models are the same."""
+    widths = (1, MANY - 1, MANY, 17)
+
+    def table(runner: Runner) -> Table:
+        if runner.device.type == "cpu":
+            machine = _CPU
+        else:
+            machine = _CUDA_EAGER if runner.mode == "off" else _CUDA
+        return ((machine.seconds(runner, widths),),)
+
+    made = None if draft is None else table(draft)
+    return CostTable(table(target), made, (1,), (0,), widths, _ROUND, device=target.device.type, source="nominal")
+
+
+def costs_for(
+    drafters: Sequence[Any], chosen: Sequence[bool], given: CostTable | None, target: Runner, draft: Runner | None
+) -> CostTable:
+    """What the lengths of these strategies are chosen from. Raises SpecdecError where the draft model is not in it."""
+    check_costs(drafters, chosen, given)
+    return given or nominal_costs(target, draft)
+
+
+def check_costs(drafters: Sequence[Any], chosen: Sequence[bool], given: CostTable | None) -> None:
+    """Raise SpecdecError where a draft model's length is chosen from a table without one."""
+    model = any(a and d.name == "draft-model" for d, a in zip(drafters, chosen, strict=True))
+    if given is not None and model and given.draft is None:
+        raise SpecdecError("costs: the table has no draft model, and the length of draft-model is automatic")

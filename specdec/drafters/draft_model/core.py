@@ -1,0 +1,375 @@
+"""A draft model's cache, row by row, and the draft steps of a round as one program.
+
+The K/V cache is the draft's own. It is caught up with each row's text at the start of a round and trimmed by moving a
+length. The *program* of a round: the pass that feeds what the text has grown by, then k steps of choosing a token and
+feeding it, without a look at any value; so it is recorded and replayed as a whole where the runner replays passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from specdec.device.buffers import Buffers
+from specdec.device.transfer import array_on, to_device
+from specdec.drafters.base import Draft, DraftRequest, RowSampling, Tokens, as_array, pad_vocabulary, proposal_law
+from specdec.models.kv_cache import KeptRows, shared_first
+from specdec.models.passes import PassInputs, PassKey
+from specdec.models.runner import Runner, Shapes
+from specdec.models.trees import Columns, Shape, moves, tree_pass
+from specdec.sampling.sampling import History, Purpose, best, race, streams
+
+CATCH_UP = 16  # a longer gap is prefilled; a shorter one rides in the first draft pass
+# Columns of `StepInputs.table`; the tokens to catch up with follow.
+STARTS, COUNTS, KEYS, POSITIONS, TOKENS = range(5)
+
+
+class Stops(NamedTuple):
+    """When a draft ends before its k tokens: `DraftModel`'s parameters."""
+
+    p_min: float
+    n_min: int
+    top_n: int | None
+
+
+class StepsKey(NamedTuple):
+    """What is fixed in a program of draft steps.
+
+    first: the pass that catches up; steps: tokens to choose; drawn: from q, with streams of `purpose`, else the argmax;
+    scores: the pipeline's signature; p_min, n_min, top_n: as `DraftModel` has them; vocab_size: the target's.
+    """
+
+    first: PassKey
+    steps: int
+    drawn: bool
+    purpose: Purpose
+    scores: Any
+    p_min: float
+    n_min: int
+    top_n: int | None
+    vocab_size: int
+
+    @property
+    def passes(self) -> int:
+        return self.steps
+
+    @property
+    def rare(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class StepInputs(Buffers):
+    """table [B, 4 + W]: STARTS ... POSITIONS (that of the first drafted token), and tokens to catch up with."""
+
+    table: Tensor
+
+    @property
+    def numbers(self) -> Tensor:
+        """[4, B]"""
+        return self.table[:, :TOKENS].T
+
+    @property
+    def tokens(self) -> Tensor:
+        """[B, W]"""
+        return self.table[:, TOKENS:]
+
+
+@dataclass(frozen=True)
+class Proposal(Buffers):
+    """tokens [B, k], lengths [B] or None where all drafts have k, q [B, k, V] or None, all on the device."""
+
+    tokens: Tensor
+    lengths: Tensor | None
+    q: Tensor | None
+
+    def draft(self, row: int, limit: int, name: str) -> Draft:
+        q = None if self.q is None else self.q[row]
+        length = None if self.lengths is None else self.lengths[row]
+        return Draft(self.tokens[row], None, q, name, length).truncated(limit)
+
+
+class Texts:
+    """The rows' text-reading processors, and the texts that they read. They are called on the host."""
+
+    def __init__(self, batch: int, requests: Sequence[DraftRequest], device: torch.device):
+        self.known: list[Tensor | None] = [None] * batch
+        self.processors: list[Any] = [None] * batch
+        for r in requests:
+            if r.sampling is not None and r.sampling.processors is not None:
+                self.known[r.row] = to_device([*map(int, r.tokens), r.last], device)
+                self.processors[r.row] = r.sampling.processors
+
+    def __bool__(self) -> bool:
+        return any(p is not None for p in self.processors)
+
+    def history(self, drafted: Sequence[Tensor], batch: int) -> History:
+        """The prefixes that the next token's laws follow, `drafted` tokens [B] each included."""
+        device = next(k.device for k in self.known if k is not None)
+        nothing = torch.empty((batch, 0), dtype=torch.int64, device=device)
+        fed = torch.stack(list(drafted), dim=1) if drafted else nothing
+        known = [None if k is None else torch.cat([k, fed[b]]) for b, k in enumerate(self.known)]
+        return History(known, fed[:, :0], self.processors, [1] * len(known))
+
+
+class DraftCore:
+    """A model with its own ragged cache, caught up with each row's text on demand.
+
+    Invariant: the first `length[row]` slots of a row hold the K/V of the first `length[row]` ids of its text, once the
+    moves that accepted paths of trees ask for are made (`settle`). `spare`: slots for nodes of trees.
+    """
+
+    def __init__(self, runner: Runner, batch: int, capacity: int, kept: KeptRows | None = None, spare: int = 0):
+        self.runner, self.batch = runner, batch
+        self.capacity = min(capacity, runner.context)
+        self.cache = runner.lease(batch, self.capacity + spare)
+        self.kept = kept
+        self.shapes = Shapes.choose(runner.device, False, self.capacity)
+        self.text = np.zeros((batch, self.capacity), dtype=np.int64)
+        self.length = [0] * batch
+        self.written = [0] * batch  # how much of `text` is known; accepted drafts are in the cache before that
+        self.outstanding: dict[int, int] = {}  # row -> draft tokens of the open round
+        self.accepted: dict[int, int] = {}  # row -> how many of its last draft stood
+        self.fed: dict[int, set[int]] = {}  # row -> nodes of the open round's tree that are in the cache
+        self.moves: list[tuple[int, int, int]] = []
+
+    def close(self) -> None:
+        self.runner.pool.give_back(self.cache)
+
+    def keep(self) -> KeptRows:
+        """The rows as they stand, for a later call."""
+        self.settle()
+        lengths = [min(a, b) for a, b in zip(self.length, self.written, strict=True)]
+        return KeptRows(self.cache, [self.text[row, :n].copy() for row, n in enumerate(lengths)])
+
+    def begin(self, row: int, prompt: Tokens) -> None:
+        """Forget the row; take over what an earlier call kept of this prompt."""
+        self.settle()
+        self.outstanding.pop(row, None)
+        self.accepted.pop(row, None)
+        self.fed.pop(row, None)
+        ids = as_array(prompt)[: self.capacity]
+        self.runner.follow(self.cache, row, len(ids))
+        self.length[row] = self.kept.restore(self.cache, row, ids) if self.kept else 0
+        self.written[row] = self.length[row]
+        self.text[row, : self.length[row]] = ids[: self.length[row]]
+        self.cache.wipe(row, self.length[row])
+
+    def room(self, request: DraftRequest, n_max: int) -> int:
+        """How many tokens fit: the draft's context may end before the target's. The last one is not fed."""
+        ahead = self.runner.before_switch(len(request.tokens)) + 1
+        return min(request.limit(n_max), self.capacity - len(request.tokens), ahead)
+
+    def accept(self, row: int, n_accepted: int) -> None:
+        """Accepted drafts are already in the cache, except the last one if all stood: it was never fed."""
+        drafted = self.outstanding.pop(row, 0)
+        self.accepted[row] = n_accepted
+        if drafted:
+            self.length[row] = min(self.length[row] + min(n_accepted, drafted - 1), self.capacity)
+
+    def accept_path(self, row: int, nodes: Sequence[int]) -> None:
+        """The nodes of the row's tree that stood, from the top. A node that was never fed is the last of them."""
+        fed = self.fed.pop(row, set())
+        kept = [node + 1 for node in nodes if node in fed]
+        self.moves += moves(row, kept, self.length[row] - 1)
+        self.length[row] += len(kept)
+
+    def settle(self) -> None:
+        """Move accepted paths to where a chain would have them, all rows at once."""
+        self.cache.compact(self.moves)
+        self.moves = []
+
+    def feed(self, requests: Sequence[DraftRequest]) -> tuple[np.ndarray, list[int], list[int]]:
+        """What each row's text has grown by: tokens [B, W], where they start, and how many there are. Longer gaps are
+        prefilled here; the caller feeds the rest, which counts as fed from now on."""
+        self.settle()
+        for r in requests:
+            if self.runner.follow(self.cache, r.row, len(r.tokens)):
+                self.length[r.row] = 0
+        totals = {r.row: self.write(r) for r in requests}
+        behind = {row: n - 1 for row, n in totals.items() if n - self.length[row] > CATCH_UP}
+        for group in self._groups(behind):
+            held = {row: self._share(row, behind[row]) for row in group}
+            missing = {row: self.text[row, held[row] : behind[row]].tolist() for row in group}
+            self.runner.prefill(self.cache, self.shapes, missing, held)
+            for row in group:
+                self.length[row] = behind[row]
+        fed = {row: self.text[row, self.length[row] : n] for row, n in totals.items()}
+        width = self.shapes.width(max(len(ids) for ids in fed.values()))
+        tokens = np.zeros((self.batch, width), dtype=np.int64)
+        starts, counts = [0] * self.batch, [0] * self.batch
+        for row, ids in fed.items():
+            tokens[row, : len(ids)] = ids
+            starts[row], counts[row] = self.length[row], len(ids)
+            self.length[row] += len(ids)
+        return tokens, starts, counts
+
+    def write(self, request: DraftRequest) -> int:
+        """Take over a row's text, its newest token included; returns its length."""
+        row, total = request.row, len(request.tokens) + 1
+        self.text[row, : total - 1] = as_array(request.tokens)
+        self.text[row, total - 1] = request.last
+        self.written[row] = total
+        self.fed.pop(row, None)
+        return total
+
+    def _groups(self, behind: Mapping[int, int]) -> list[list[int]]:
+        """Which rows are prefilled together, up to which lengths, and in what order."""
+        if not self.shapes.together:
+            return [[row] for row in behind]
+        return shared_first({row: self.text[row, :n] for row, n in behind.items()})
+
+    def _share(self, row: int, total: int) -> int:
+        """Take over what another row holds of the first `total` ids of this one; returns how many are held then."""
+        held = [min(a, b) if r != row else 0 for r, (a, b) in enumerate(zip(self.length, self.written, strict=True))]
+        texts = [self.text[r, :n] for r, n in enumerate(held)]
+        return KeptRows(self.cache, texts).restore(self.cache, row, self.text[row, :total], known=self.length[row])
+
+    def catch_up(self, requests: Sequence[DraftRequest]) -> Tensor:
+        """Feed what each row's text has grown by; returns the logits after its newest token, [B, V_draft]."""
+        tokens, starts, counts = self.feed(requests)
+        device = self.runner.device
+        logits = self.runner.step(self.cache, self.shapes, array_on(tokens, device), starts, counts).logits
+        newest = to_device([max(c - 1, 0) for c in counts], device)
+        return logits[torch.arange(self.batch, device=device), newest]
+
+    def propose(self, requests: Sequence[DraftRequest], k: int, stops: Stops, vocab_size: int) -> Proposal:
+        """Catch up and draft k tokens for the rows of `requests`; the other rows ride along as padding."""
+        sampling = requests[0].sampling
+        tokens, starts, counts = self.feed(requests)
+        host = np.zeros((self.batch, TOKENS + tokens.shape[1]), dtype=np.int64)
+        host[:, STARTS], host[:, COUNTS], host[:, TOKENS:] = starts, counts, tokens
+        for r in requests:
+            host[r.row, KEYS], host[r.row, POSITIONS] = stream_of(r), len(r.tokens) + 1
+        inputs = StepInputs(array_on(host, self.runner.device))
+        reach = max(s + c for s, c in zip(starts, counts, strict=True)) + k - 1
+        key = self.key_of(sampling, tokens.shape[1], reach, k, stops, vocab_size)
+        texts = Texts(self.batch, requests, self.runner.device)
+        if texts or not recordable(sampling):
+            proposal = self.steps(key, sampling, inputs, texts, requests)
+        else:
+            proposal = self.runner.run(
+                self.cache, key, inputs, lambda given: self.steps(key, sampling, given, None, requests)
+            )
+        self.outstanding.update({r.row: proposal.tokens.shape[1] for r in requests})
+        return proposal
+
+    def key_of(
+        self, sampling: RowSampling | None, width: int, reach: int, k: int, stops: Stops, vocab_size: int
+    ) -> StepsKey:  # fmt: skip
+        first, _ = self.runner.key(self.cache, self.shapes, width, min(reach, self.capacity))
+        if sampling is None:
+            return StepsKey(first, k, False, Purpose.DRAFT, None, *stops, vocab_size)
+        purpose = sampling.purpose if sampling.drawn else Purpose.DRAFT
+        return StepsKey(first, k, sampling.drawn, purpose, sampling.sampling.signature, *stops, vocab_size)
+
+    def steps(
+        self, key: StepsKey, sampling: RowSampling | None, inputs: StepInputs, texts: Texts | None,
+        requests: Sequence[DraftRequest],
+    ) -> Proposal:  # fmt: skip
+        """The program. `texts` and `requests` are the host's: they are looked at only where nothing is recorded."""
+        numbers, runner = inputs.numbers, self.runner
+        length, rows = numbers[STARTS] + numbers[COUNTS], torch.arange(self.batch, device=runner.device)
+        out = runner.forward(self.cache, key.first, PassInputs(inputs.tokens, numbers[:KEYS]))
+        logits = out.logits[rows, (numbers[COUNTS] - 1).clamp(min=0)]  # [B, V_draft]
+        # Not this call's own capacity: the program stays with the cache, for calls that need more of it.
+        end = min(self.cache.capacity, runner.context)
+        tokens: list[Tensor] = []
+        lives: list[Tensor] = []
+        laws: list[Tensor] = []
+        for i in range(key.steps):
+            logits = pad_vocabulary(logits, key.vocab_size, runner.excluded)
+            history = texts.history(tokens, self.batch) if texts else None
+            token, sound, law = self._choose(key, sampling, logits, history, numbers, i)
+            tokens.append(token)
+            laws += [law] if law is not None else []
+            if key.p_min:
+                # A broken draft proposes nothing; without p_min it proposes what will be rejected.
+                alive = sound & _goes_on(key, logits, i)
+                lives.append(alive & lives[-1] if lives else alive)
+            if i + 1 == key.steps or (lives and self._nobody(lives[-1], requests)):
+                break
+            fed = runner.part(_following)(token, length + i, numbers[COUNTS], end, self.shapes.width(1))
+            again = key.first._replace(width=fed[0].shape[1])
+            logits = runner.forward(self.cache, again, PassInputs(*fed)).logits[:, 0]
+        lengths = torch.stack(lives).sum(dim=0) if lives else None
+        if lengths is not None and not key.drawn and key.n_min:
+            lengths = torch.where(lengths < key.n_min, 0, lengths)
+        return Proposal(torch.stack(tokens, dim=1), lengths, torch.stack(laws, dim=1) if laws else None)
+
+    def _choose(
+        self, key: StepsKey, sampling: RowSampling | None, logits: Tensor, history: History | None, numbers: Tensor,
+        i: int,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+        """The i-th token [B] from logits [B, V], whether there was anything to choose, and the law if it was drawn."""
+        if history is None and (sampling is None or sampling.sampling.greedy):
+            return *self.runner.part(best)(logits), None
+        assert sampling is not None
+        scores = sampling.sampling.scores(logits[:, None], history)[:, 0]
+        sound = scores.amax(dim=-1).isfinite()
+        if not key.drawn:
+            return scores.argmax(dim=-1), sound, None
+        law = proposal_law(scores)
+        return race(law, streams(numbers[KEYS], numbers[POSITIONS] + i, key.purpose)), sound, law
+
+    def _nobody(self, alive: Tensor, requests: Sequence[DraftRequest]) -> bool:
+        """Whether every row has stopped. Only asked where looking costs no transfer and nothing is recorded."""
+        looks = self.runner.graphs is None and alive.device.type == "cpu"
+        return looks and not any(alive[r.row] for r in requests)
+
+    def step(self, requests: Sequence[DraftRequest], tokens: Tensor, i: int) -> Tensor:
+        """Feed the i-th drafted token [B] of every row; returns logits [B, V_draft]. Rows without room sit out."""
+        starts, counts = [0] * self.batch, [0] * self.batch
+        for r in requests:
+            if self.length[r.row] + i < self.capacity:
+                starts[r.row], counts[r.row] = self.length[r.row] + i, 1
+        width = self.shapes.width(1)
+        padded = F.pad(tokens[:, None], (0, width - 1))
+        return self.runner.step(self.cache, self.shapes, padded, starts, counts).logits[:, 0]
+
+    def tree_step(self, tokens: Tensor, shapes: Sequence[Shape], columns: Sequence[Columns]) -> Tensor:
+        """Feed nodes of each row's tree: tokens [B, F], the columns they stand at; returns logits [B, F, V_draft]."""
+        starts = [n - 1 if fed else 0 for n, fed in zip(self.length, columns, strict=True)]
+        width = self.shapes.width(tokens.shape[1])
+        where = tree_pass(shapes, columns, width, starts, self.runner.device)
+        padded = F.pad(tokens, (0, width - tokens.shape[1]))
+        for row, fed in enumerate(columns):
+            self.fed.setdefault(row, set()).update(column - 1 for column in fed)
+        counts = [len(fed) for fed in columns]
+        logits = self.runner.step(self.cache, self.shapes, padded, starts, counts, tree=where).logits
+        return logits[:, : tokens.shape[1]]
+
+
+def recordable(sampling: RowSampling | None) -> bool:
+    """Whether a program can be named by what it computes."""
+    return sampling is None or sampling.sampling.signature is not None
+
+
+def stream_of(request: DraftRequest) -> int:
+    """The key of a row's draws; 0 where nothing is drawn."""
+    if request.sampling is None or not request.sampling.drawn:
+        return 0
+    assert request.noise is not None
+    return request.sampling.streams(request.noise)[0]
+
+
+def _goes_on(key: StepsKey, logits: Tensor, i: int) -> Tensor | bool:
+    """Whether position i is proposed: from q_i before anything is drawn, never from the drawn token."""
+    if key.drawn and i < key.n_min:
+        return True
+    best = logits.float() if key.top_n is None else logits.float().topk(min(key.top_n, logits.shape[-1])).values
+    return torch.softmax(best, dim=-1).amax(dim=-1) >= key.p_min
+
+
+def _following(token: Tensor, slots: Tensor, counts: Tensor, end: int, width: int) -> tuple[Tensor, Tensor]:
+    """(tokens [B, width], layout [2, B]) of the pass that feeds one drafted token [B] a row at `slots` [B]. Rows that
+    have come to the `end`, and those that take no part in the round (counts [B] = 0), sit out."""
+    fits = (counts > 0) & (slots < end)
+    layout = torch.stack([torch.where(fits, slots, 0), fits.long()])
+    return F.pad(token[:, None], (0, width - 1)), layout

@@ -1,0 +1,174 @@
+"""draft-model: a small language model proposes, token by token, for all rows in one batch.
+
+Source: llama.cpp `draft-simple`; Leviathan et al. 2023. Parameters: `n_max` tokens to propose, None = automatic length
+(length.py; 5 where that is off); `p_min`: stop where
+the draft's top probability falls below it (softmax at T = 1 over the whole vocabulary, before processors; with
+`top_n` over the `top_n` best tokens only, as upstream); `n_min`: under argmax proposals a shorter draft is dropped,
+under sampled ones p_min cannot stop before it; `branches` > 1 makes trees of up to so many paths, which split where
+further tokens have a probability above `p_split`; `tree` makes trees of a fixed shape (both:
+drafters/draft_model/tree.py). `preset="llama-classic" | "llama-2026"` takes upstream's values. `translate=True` drafts
+through text where the two vocabularies differ (translation.py).
+
+Cost: one draft pass per proposed token, and no host read: tokens, q and lengths stay on the device
+(drafters/draft_model/core.py).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from specdec.config import check_number, check_whole
+from specdec.drafters.base import BaseDrafter, Draft, DraftContext, DraftRequest, Tokens, empty_like
+from specdec.drafters.draft_model.core import DraftCore, Proposal, Stops
+from specdec.drafters.draft_model.pipelined import Ahead, go_ahead, possible, take
+from specdec.drafters.draft_model.translation import TranslatingDrafter
+from specdec.drafters.draft_model.tree import Growth, parse_plan
+from specdec.errors import SpecdecError
+
+DEFAULTS: dict[str, Any] = {"n_max": 5, "n_min": 0, "p_min": 0.0, "p_split": 0.1, "top_n": None}
+PRESETS: dict[str, dict[str, Any]] = {
+    "llama-classic": {"n_max": 16, "n_min": 0, "p_min": 0.75, "p_split": 0.1, "top_n": 10},
+    "llama-2026": {"n_max": 3, "n_min": 0, "p_min": 0.0, "p_split": 0.1, "top_n": 10},
+}
+
+
+PROGRAM_STEPS = (1, 2, 3, 5, 8, 12, 16, 24, 32, 48, 64)
+
+
+@dataclass
+class DraftModel(BaseDrafter):
+    """Parameters that are None take the preset's value, or the default. Raises SpecdecError for bad ones."""
+
+    n_max: int | None = None
+    n_min: int | None = None
+    p_min: float | None = None
+    p_split: float | None = None
+    top_n: int | None = None
+    branches: int = 1
+    tree: Any = None
+    preset: str | None = None
+    translate: bool = False
+    replacements: Mapping[str, str] = field(default_factory=dict)
+    name: str = field(init=False, default="draft-model")
+
+    def __post_init__(self) -> None:
+        if self.preset is not None and self.preset not in PRESETS:
+            raise SpecdecError(f"unknown draft-model preset {self.preset!r}; known: {', '.join(PRESETS)}")
+        self._automatic = self.n_max is None and self.n_min is None and self.preset is None and not self.translate
+        for name, value in (DEFAULTS | PRESETS.get(self.preset or "", {})).items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
+        check_whole("draft-model: n_max", self.n_max, 1)
+        check_whole("draft-model: n_min", self.n_min, 0)
+        check_number("draft-model: p_min", self.p_min, 0.0, 1.0)
+        check_number("draft-model: p_split", self.p_split, 0.0, 1.0)
+        if self.top_n is not None:
+            check_whole("draft-model: top_n", self.top_n, 1)
+        self._check_tree()
+        texts = self.replacements.items() if isinstance(self.replacements, Mapping) else [(self.replacements, None)]
+        if not all(isinstance(a, str) and a and isinstance(b, str) for a, b in texts):
+            raise SpecdecError(f"draft-model: replacements must map non-empty text to text, got {self.replacements!r}")
+        if self.replacements and not self.translate:
+            raise SpecdecError("draft-model: replacements have no effect without translate=True")
+        if (self.n_min or 0) > (self.n_max or 0):
+            raise SpecdecError(f"draft-model needs n_min <= n_max, got n_min={self.n_min}, n_max={self.n_max}")
+
+    def _check_tree(self) -> None:
+        check_whole("draft-model: branches", self.branches, 1)
+        if self.tree is not None:
+            self.tree = parse_plan(self.tree)
+            if self.branches > 1 or self.p_min or self.n_min:
+                raise SpecdecError("draft-model: tree fixes the shape: branches, p_min and n_min do not go with it")
+        if self.makes_trees and self.translate:
+            raise SpecdecError("draft-model: translate=True drafts chains: tree and branches do not go with it")
+
+    @property
+    def automatic(self) -> bool:
+        """Whether nobody gave a length, so that it is chosen."""
+        return self._automatic and not self.makes_trees
+
+    @property
+    def makes_trees(self) -> bool:
+        """Whether drafts are trees."""
+        return self.tree is not None or self.branches > 1
+
+    def fresh(self, context: DraftContext) -> Any:
+        if context.draft_runner is None:
+            raise SpecdecError("strategy 'draft-model' needs a draft model: pass draft=... when the decoder is built")
+        if self.translate:
+            return TranslatingDrafter(self, context)
+        made = copy.copy(self)
+        made._context = context
+        before = context.previous.get(self.name)
+        kept = before._core.keep() if isinstance(before, DraftModel) else None
+        spare = context.nodes if self.makes_trees else 0
+        made._core = DraftCore(context.draft_runner, context.batch, context.capacity, kept, spare)
+        made._proposal = made._ahead = None
+        return made
+
+    _context: DraftContext = field(init=False, repr=False, compare=False)
+    _core: DraftCore = field(init=False, repr=False, compare=False)
+    _proposal: Proposal | None = field(init=False, repr=False, compare=False, default=None)  # of the round
+    _ahead: Ahead | None = field(init=False, repr=False, compare=False, default=None)  # of the next one
+
+    def begin(self, row: int, prompt: Tokens) -> None:
+        self._core.begin(row, prompt)
+
+    def accept(self, row: int, n_accepted: int, is_other: bool) -> None:
+        if not is_other:
+            self._core.accept(row, n_accepted)
+
+    def accept_path(self, row: int, nodes: Sequence[int]) -> None:
+        self._core.accept_path(row, nodes)
+
+    def close(self) -> None:
+        self._core.close()
+
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        depth = len(self.tree) if self.tree else self.n_max or 0
+        limits = [self._core.room(r, depth) for r in requests]
+        work = [(r, n) for r, n in zip(requests, limits, strict=True) if n > 0]
+        if not work:
+            return empty_like(requests)
+        if self.makes_trees:
+            trees = Growth(self, [r for r, _ in work], [n for _, n in work]).grow()
+            return [trees.get(r.row, Draft()) for r in requests]
+        wanted, ahead = [r for r, _ in work], self._ahead
+        if ahead is not None and len(work) == len(requests) and take(self._core, ahead, wanted):
+            proposal = ahead.proposal
+        else:
+            k = max(n for _, n in work)
+            if self._core.runner.graphs is not None:  # few lengths are few programs: what is too long is cut
+                k = min(depth, next((steps for steps in PROGRAM_STEPS if steps >= k), k))
+            proposal = self._core.propose(wanted, k, self._stops, self._context.vocab_size)
+        self._proposal, self._ahead = proposal, None
+        drafts = {r.row: proposal.draft(r.row, n, self.name) for r, n in work}
+        return [drafts.get(r.row, Draft()) for r in requests]
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether drafts can start before the host knows what the last ones came to: chains, by recorded programs."""
+        return not self.makes_trees and self._core.runner.graphs is not None
+
+    def look_ahead(self, requests: Sequence[DraftRequest], accepted: Tensor, token: Tensor) -> bool:
+        """Start the drafts that follow those which the rows of `requests` have with the target, by its verdict on the
+        device: accepted [B], token [B]. Returns whether anything was started."""
+        k = self.n_max or 0
+        if self._proposal is None or accepted.device != self._core.runner.device:
+            return False
+        if not possible(self._core, requests, k):
+            return False
+        judged = self._proposal.tokens
+        self._ahead = go_ahead(
+            self._core, requests, k, self._stops, self._context.vocab_size, judged, accepted, token
+        )  # fmt: skip
+        return True
+
+    @property
+    def _stops(self) -> Stops:
+        return Stops(self.p_min or 0.0, self.n_min or 0, self.top_n)

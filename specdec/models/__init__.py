@@ -1,0 +1,1 @@
+"""A Hugging Face model over a ragged cache: loading, attention, passes, compilation."""

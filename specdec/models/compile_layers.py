@@ -1,0 +1,230 @@
+"""torch.compile for a model's passes: layer by layer, or, where a model does not allow that, as a whole.
+
+The layers of a model share their code and differ in their weights. Compiled as one function of (layer, inputs), they
+take one compilation together, in seconds, where the whole model takes one of all its layers, in half a minute and
+more. What that costs: nothing is fused across the border of two layers.
+
+A layer that is compiled for all must not name itself: instead of the cache and its own index it is given its part of
+the cache (`LayerCache`). Models whose layers ask the cache for anything else are compiled as a whole.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FunctionType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from specdec.files.texts import first_line
+from specdec.models.kv_cache import RaggedCache, RaggedLayer
+
+# dynamo gives up on a function that it has compiled so often; each shape of a pass is one compilation.
+RECOMPILE_LIMIT = 256
+
+log = logging.getLogger("specdec")
+
+
+def keep_compiled_code() -> Path:
+    """Where compiled code is kept for later processes: torch's own setting, or a folder of the user's cache (torch's
+    default lies in the folder for temporary files)."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(home) / "specdec" / "inductor")))
+
+
+def compiled_before() -> dict[str, int]:
+    """How often this process has found a compiled graph on disk, and how often it has not."""
+    counts = torch._dynamo.utils.counters["inductor"]
+    return {name: counts[f"fxgraph_cache_{kind}"] for name, kind in (("found", "hit"), ("compiled", "miss"))}
+
+
+class Forward(Protocol):
+    """Stands for the model in a pass."""
+
+    compiler: Compiler
+
+    def __call__(self, **arguments: Any) -> Any:
+        """The model's outputs."""
+
+
+class Compiler:
+    """torch.compile with what all compiled passes share. Whole graphs are asked for first (`whole`); what dynamo must
+    break up is compiled in parts."""
+
+    def __init__(self, name: str, mode: str, backend: str = "inductor"):
+        self.name, self.backend = name, backend
+        self.options: dict[str, Any] | None = None
+        if mode == "max":
+            from specdec.models.small_matmul_pass import RowSums  # the compiler, which takes a second to import
+
+            self.options = {"post_grad_custom_pre_pass": RowSums()}
+        self.whole = True
+        keep_compiled_code()
+
+    def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, compiled. dynamo counts by code object and may give one up: each model has its own."""
+        own = FunctionType(
+            function.__code__.replace(), function.__globals__, function.__name__, None, function.__closure__
+        )  # fmt: skip
+        return torch.compile(
+            own, fullgraph=self.whole, dynamic=False, backend=self.backend, options=self.options
+        )  # fmt: skip
+
+    def run(self, call: Callable[[], Any], again: Callable[[], None]) -> Any:
+        """What `call` makes with compiled functions. Where dynamo cannot trace it whole, parts are allowed from then
+        on: `again` compiles anew, and it is called once more. So it is where there are too many shapes."""
+        with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT, accumulated_recompile_limit=RECOMPILE_LIMIT):
+            try:
+                return call()
+            except torch._dynamo.exc.FailOnRecompileLimitHit:
+                again()  # new code, of which dynamo has compiled nothing yet
+                return call()
+            except torch._dynamo.exc.Unsupported as error:
+                if not self.whole:
+                    raise
+                log.warning("%s is compiled in parts: %s", self.name, first_line(error))
+                self.whole = False
+                again()
+                return call()
+
+
+class CompiledFunction:
+    """One function, one compilation a shape; of a model that is left as it is, all of its layers one after another."""
+
+    def __init__(self, function: Callable[..., Any], compiler: Compiler):
+        self.function, self.compiler = function, compiler
+        self._compile()
+
+    def _compile(self) -> None:
+        def call(*given: Any, **named: Any) -> Any:
+            return self.function(*given, **named)
+
+        self.compiled = self.compiler.compile(call)
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        return self.compiler.run(lambda: self.compiled(*given, **named), self._compile)
+
+
+class LayerCache:
+    """One layer's part of a cache, as the layer sees it. The index that it gives is not looked at: a compiled function
+    that had looked would be one layer's own."""
+
+    def __init__(self, layer: RaggedLayer):
+        self.layer = layer
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """As `Cache.update`."""
+        return self.layer.update(key_states, value_states)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """As `RaggedLayer.get_seq_length`."""
+        return 0
+
+
+class Parts(NamedTuple):
+    """A model's layers, the norms beside them (the last norm), and the modules that turn positions into rotations."""
+
+    layers: list[nn.Module]
+    norms: list[nn.Module]
+    rotations: list[nn.Module]
+
+
+class CompiledLayers:
+    """A model whose layers run as one compiled function, and with them the other parts of it; the model is changed for
+    the time of a pass only."""
+
+    def __init__(self, model: Any, parts: Parts, compiler: Compiler):
+        self.model, self.compiler, self.parts = model, compiler, parts
+        self._compile()
+        self.states: list[Tensor] | None = None  # hidden states of the pass that goes on, where they are wanted
+
+    def _compile(self) -> None:
+        def forward(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+            return type(module).forward(module, *given, **named)
+
+        self.compiled = self.compiler.compile(forward)
+
+    def __call__(self, **arguments: Any) -> Any:
+        # transformers collects hidden states by hooks that dynamo cannot trace, and leaves them in the model.
+        wanted = len(self.parts.norms) == 1 and arguments.pop("output_hidden_states", False)
+        out = self.compiler.run(lambda: self._pass(arguments, wanted), self._compile)
+        if self.states is not None:
+            out.hidden_states, self.states = tuple(self.states), None
+        return out
+
+    def _pass(self, arguments: dict[str, Any], wanted: bool) -> Any:
+        self.states = [] if wanted else None
+        with self._on():
+            return self.model(**arguments)
+
+    @contextmanager
+    def _on(self) -> Iterator[None]:
+        parts = self.parts
+        made = [(layer, self._layer(layer, index)) for index, layer in enumerate(parts.layers)]
+        made += [(norm, self._norm(norm)) for norm in parts.norms]
+        made += [(module, self._forward(module)) for module in parts.rotations]
+        try:
+            for module, forward in made:
+                vars(module)["forward"] = forward
+            yield
+        finally:
+            for module, _ in made:
+                vars(module).pop("forward", None)
+
+    def _forward(self, module: nn.Module) -> Callable[..., Any]:
+        return lambda *given, **named: self.compiled(module, given, named)
+
+    def _layer(self, module: nn.Module, index: int) -> Callable[..., Any]:
+        def part(value: Any) -> Any:
+            return LayerCache(value.layers[index]) if isinstance(value, RaggedCache) else value
+
+        def forward(*given: Any, **named: Any) -> Any:
+            if self.states is not None:  # as in transformers: what each layer is given, and what the last norm returns
+                self.states.append(given[0] if given else named["hidden_states"])
+            return self.compiled(module, tuple(map(part, given)), {name: part(v) for name, v in named.items()})
+
+        return forward
+
+    def _norm(self, module: nn.Module) -> Callable[..., Any]:
+        def forward(*given: Any, **named: Any) -> Any:
+            out = self.compiled(module, given, named)
+            if self.states is not None:
+                self.states.append(out)
+            return out
+
+        return forward
+
+
+def parts_of(model: nn.Module, count: int) -> Parts | None:
+    """The parts of a model of `count` layers. None where there is no list of so many, or where something has replaced
+    the forward of one of them."""
+    for parent in model.modules():
+        for child in parent.children():
+            if isinstance(child, nn.ModuleList) and len(child) == count > 1:
+                inside = {type(m) for layer in child for m in layer.modules()}
+                norms = [m for m in parent.children() if type(m) in inside and m is not child]
+                parts = Parts(list(child), norms, [m for m in parent.children() if _is_fixed_rotation(m)])
+                return None if any("forward" in vars(m) for part in parts for m in part) else parts
+    return None
+
+
+def _is_fixed_rotation(module: nn.Module) -> bool:
+    """Whether a module computes rotations from positions alone. Kinds that look at how far these go are left alone:
+    they cannot be traced."""
+    kinds = getattr(module, "rope_type", None)
+    kinds = list(kinds.values()) if isinstance(kinds, dict) else [kinds]
+    return bool(kinds) and all(isinstance(k, str) and "dynamic" not in k and k != "longrope" for k in kinds)
+
+
+def compiled_forward(model: Any, config: Any, mode: str, backend: str = "inductor") -> Forward:
+    """What stands for the model in compiled passes. mode: "inductor" or "max" (graphs.MODES)."""
+    compiler = Compiler(type(model).__name__, mode, backend)
+    parts = parts_of(model, int(getattr(config, "num_hidden_layers", 0)))
+    return CompiledFunction(model, compiler) if parts is None else CompiledLayers(model, parts, compiler)

@@ -1,0 +1,354 @@
+"""The ragged static KV cache: one buffer a layer, one length a row, and trimming that costs nothing.
+
+A layer owns keys and values `[B, H_kv, L + 1, D]`. Before each pass the owner says, with `RaggedCache.aim`, into
+which slot every token of the pass goes; slot index = position in the sequence, so a row is trimmed by moving its
+length back: the next write overwrites, and the mask hides the rest until then. Slot `L` is the *trash slot*: padding
+tokens are written there. It is never read, because reads stop at `kv_len <= L`.
+
+Invariants (tests/test_kv_cache.py):
+- the buffers start at zero, so that a masked slot can never hold a NaN that poisons a row through `0 * NaN`;
+- a pass over some rows leaves every other row's slots as they were;
+- the bytes allocated are those of `kv_cache_bytes`, which the pair report prints before anything is loaded.
+
+transformers' models see a normal `Cache`; they are not modified. Positions reach the model as `position_ids`, never
+through the cache, and `get_seq_length()` is 0 by design: a model that derives positions from it is refused by the
+self-test at load (models/loading.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from specdec.device.transfer import array_on, moved
+from specdec.errors import SpecdecError
+from specdec.models.kinds import attention_heads, layer_configs
+
+SHORT = 16  # tokens: looking for a common beginning of less costs more than it saves
+
+
+@dataclass
+class Aim:
+    """Where the tokens of the next pass go: `slots` [B, S] for the rows `rows` (a slice of the batch)."""
+
+    slots: Tensor
+    rows: slice
+    kv_len: int  # keys and values are returned up to this slot (exclusive)
+
+    def __post_init__(self) -> None:
+        self.only = self.slots[0] if self.slots.shape[0] == 1 else None  # [S] of the one row
+
+    def on(self, device: torch.device) -> Aim:
+        """The same aim for layers that live on another device."""
+        return self if self.slots.device == device else Aim(self.slots.to(device), self.rows, self.kv_len)
+
+
+@dataclass
+class Views:
+    """Views of one layer's buffers for one choice of rows and K/V length. They are kept from pass to pass: making
+    them anew in every layer was 5 % of a pass of a small model on a CPU."""
+
+    keys: Tensor  # [B', H_kv, L + 1, D], for writing
+    values: Tensor
+    read: tuple[Tensor, Tensor]  # [B', H_kv, kv_len, D]
+    rows: slice
+    kv_len: int
+
+
+class RaggedLayer(CacheLayerMixin):
+    """One layer's buffers, allocated at the first update: only then are the widths known (MLA: K and V differ)."""
+
+    is_compileable = True
+
+    def __init__(self, batch: int, capacity: int):
+        super().__init__()
+        self.batch = batch
+        self.capacity = capacity
+        self.aim: Aim | None = None
+        self.views: Views | None = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        def zeros(like: Tensor) -> Tensor:
+            shape = (self.batch, like.shape[1], self.capacity + 1, like.shape[3])
+            return torch.zeros(shape, dtype=like.dtype, device=like.device)
+
+        self.keys, self.values = zeros(key_states), zeros(value_states)
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write `[B', H_kv, S, D]` at the aimed slots; return the rows' buffers up to `kv_len` (views, no copy)."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.aim is not None
+        aim = self.aim.on(self.device)
+        if key_states.shape[2] != aim.slots.shape[1]:
+            kept, fed = key_states.shape[2], aim.slots.shape[1]
+            raise SpecdecError(f"the model keeps {kept} keys and values in a pass of {fed} tokens")
+        if torch.compiler.is_compiling():
+            return self._traced(key_states, value_states, aim)
+        views = self.views
+        if views is None or views.kv_len != aim.kv_len or views.rows != aim.rows:
+            views = self._look(aim)
+        _write(views.keys, key_states, aim)
+        _write(views.values, value_states, aim)
+        return views.read
+
+    def _look(self, aim: Aim) -> Views:
+        assert self.keys is not None and self.values is not None
+        keys, values = self.keys[aim.rows], self.values[aim.rows]
+        read = (keys[:, :, : aim.kv_len], values[:, :, : aim.kv_len])
+        if aim.only is not None:
+            keys, values = keys[0], values[0]
+        self.views = Views(keys, values, read, aim.rows, aim.kv_len)
+        return self.views
+
+    def _traced(self, key_states: Tensor, value_states: Tensor, aim: Aim) -> tuple[Tensor, Tensor]:
+        """`update` of all rows in the form that the compiler turns into a write in place. Written through a view, the
+        whole buffer would be copied; views that are kept would be taken for other tensors than the buffer."""
+        assert self.keys is not None and self.values is not None
+        rows = torch.arange(self.batch, device=self.device)[:, None]
+        self.keys[rows, :, aim.slots] = key_states.transpose(1, 2)
+        self.values[rows, :, aim.slots] = value_states.transpose(1, 2)
+        return self.keys[:, :, : aim.kv_len], self.values[:, :, : aim.kv_len]
+
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
+        return self.capacity + 1, 0
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return self.capacity
+
+    get_max_cache_shape = get_max_length  # the name before transformers 5.24
+
+
+def _write(buffer: Tensor, states: Tensor, aim: Aim) -> None:
+    """buffer[b, :, slots[b, s]] = states[b, :, s]; states [B', H, S, D]; buffer [B', H, L + 1, D], or [H, L + 1, D]
+    for one row, where a plain indexed copy is the cheapest write there is."""
+    if aim.only is not None:
+        buffer.index_copy_(1, aim.only, states[0])
+        return
+    index = aim.slots[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])
+    buffer.scatter_(2, index, states)
+
+
+class RaggedCache(Cache):
+    """`batch` rows of up to `capacity` tokens for a model with `n_layers` attention layers.
+
+    The row lengths are the owner's business (decoding/engine.py, drafters/draft_model/strategy.py): this class stores,
+    it does not count.
+    """
+
+    def __init__(self, n_layers: int, batch: int, capacity: int):
+        super().__init__(layers=[RaggedLayer(batch, capacity) for _ in range(n_layers)])
+        self.batch = batch
+        self.capacity = capacity
+        self.aimed: Aim | None = None
+        # Rows that are rotated with long factors (models/rope.py): on the host and, once a pass asks, on the device.
+        self.is_long = [False] * batch
+        self.long: Tensor | None = None
+        # Recorded passes know the buffers' addresses, so they live and die with them (device/graphs.py).
+        self.graphs: dict[Any, Any] | None = None
+        self.recorded_from: tuple[Any, ...] = ()
+        self.pool: CachePool | None = None  # where it was leased
+
+    def aim(self, slots: Tensor, rows: slice, kv_len: int) -> None:
+        """Set where the next pass writes (`slots` [B', S]) and how far it reads."""
+        self.aimed = Aim(slots, rows, kv_len)
+        for layer in self.layers:
+            layer.aim = self.aimed
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """As `Cache.update`."""
+        return self._layer(layer_idx).update(key_states, value_states)
+
+    def _layer(self, index: int) -> RaggedLayer:
+        """A layer by its number. A model that runs its layers several times has more of them here than it says."""
+        while index >= len(self.layers):
+            self.layers.append(RaggedLayer(self.batch, self.capacity))
+            self.layers[-1].aim = self.aimed
+        layer: RaggedLayer = self.layers[index]
+        return layer
+
+    def set_long(self, row: int, long: bool) -> None:
+        """Say with which factors a row is rotated from now on. What it holds of the other kind is of no use."""
+        self.is_long[row] = long
+        if self.long is not None:
+            self.long[row] = long
+
+    def long_rows(self, rows: slice, device: torch.device) -> Tensor:
+        """`is_long` of some rows on the device: always the same memory, so that recorded passes can read it."""
+        if self.long is None:
+            self.long = array_on(np.array(self.is_long), device)
+        return self.long[rows]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated so far: 0 before the first pass."""
+        return sum(t.nbytes for layer in self.filled for t in (layer.keys, layer.values))
+
+    @property
+    def filled(self) -> list[Any]:
+        """Layers with buffers: all of them after a pass, but for those that take keys and values from another layer
+        (Gemma 3n) or have none."""
+        return [layer for layer in self.layers if layer.is_initialized]
+
+    def compact(self, moves: Sequence[tuple[int, int, int]]) -> None:
+        """Copy slots, all at once: (row, from, to) each. How rows with tree drafts keep their accepted paths; every
+        source is read before any target is written."""
+        if not moves:
+            return
+        layers = self.filled
+        listed = np.asarray(moves, dtype=np.int64).T.copy()
+        index = array_on(listed, layers[0].keys.device)
+        for layer in layers:
+            index = moved(index, layer.keys.device)
+            row, source, target = index
+            for buffer in (layer.keys, layer.values):
+                buffer[row, :, target] = buffer[row, :, source]
+
+    def wipe(self, row: int, start: int) -> None:
+        """Zero a row from slot `start` on, before another text moves in: a NaN left there would poison it through
+        the mask."""
+        for layer in self.filled:
+            layer.keys[row, :, start:] = 0
+            layer.values[row, :, start:] = 0
+
+    def copy_row_from(self, other: RaggedCache, source: int, target: int, length: int) -> None:
+        """Copy `length` slots of another cache's row `source` into this cache's row `target`."""
+        for index, theirs in enumerate(other.layers):
+            if not theirs.is_initialized:  # it reads another layer's keys and values
+                continue
+            mine = self._layer(index)
+            if not mine.is_initialized:
+                mine.lazy_initialization(theirs.keys, theirs.values)
+            mine.keys[target, :, :length] = theirs.keys[source, :, :length]
+            mine.values[target, :, :length] = theirs.values[source, :, :length]
+
+
+@dataclass
+class KeptRows:
+    """Rows whose keys and values are good, of an earlier call or of this one: `texts[i]` is what row i of `cache`
+    holds, and it is of use to rows that are rotated as it was (`RaggedCache.is_long`) when this was made."""
+
+    cache: RaggedCache
+    texts: list[np.ndarray]
+
+    def __post_init__(self) -> None:
+        self.is_long = list(self.cache.is_long)
+
+    def restore(self, cache: RaggedCache, row: int, ids: np.ndarray, step: int = 1, known: int = 0) -> int:
+        """Copy the longest prefix of `ids` that a row holds, cut to a multiple of `step` tokens, into `row` of `cache`,
+        unless that has `known` tokens of it already and no fewer. Returns how many tokens it has then."""
+        alike = [long == cache.is_long[row] for long in self.is_long]
+        shared = [common_prefix(text, ids) if a else 0 for text, a in zip(self.texts, alike, strict=False)]
+        best = max(range(len(shared)), key=shared.__getitem__, default=0)
+        length = min(shared[best], cache.capacity) // step * step if shared else 0
+        if length <= known:
+            return known
+        cache.copy_row_from(self.cache, best, row, length)
+        return length
+
+
+def shared_first(texts: Mapping[int, np.ndarray], least: int = SHORT, step: int = 1) -> list[list[int]]:
+    """Rows in groups to be computed one after another: what rows have in common is computed once, by a group before.
+    Within a group no two rows share `least` tokens more than each shares with a group before; `step`: what is shared is
+    cut to its multiples."""
+    groups: list[list[int]] = []
+    for row, text in texts.items():
+        known = 0
+        for group in groups:
+            shared = [common_prefix(text, texts[other]) // step * step for other in group]
+            if max(shared) - known < least:
+                group.append(row)
+                break
+            known = max(known, *shared)
+        else:
+            groups.append([row])
+    return groups
+
+
+def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    """How many leading ids two rows share."""
+    n = min(len(a), len(b))
+    differs = np.flatnonzero(a[:n] != b[:n])
+    return int(differs[0]) if len(differs) else n
+
+
+def rounded_up(tokens: int, step: int, parts: int = 0) -> int:
+    """`tokens` up to a multiple of `step`; if parts > 0, of a step that grows to `parts` steps a doubling."""
+    if parts:
+        step = max(step, (1 << (max(1, tokens).bit_length() - 1)) // parts)
+    return -(-tokens // step) * step
+
+
+class CachePool:
+    """Keeps one idle cache, so that a call after another does not allocate again.
+
+    With `step` > 1 capacities are rounded up to its multiples (to a sixteenth of a doubling where that is more), and an
+    idle cache also serves calls that need less: what was recorded for it stays good.
+
+    A call *leases* a cache and gives it back when it ends. Two generators that are open at the same time therefore
+    never share one: the second finds the pool empty and allocates its own.
+    """
+
+    def __init__(self, n_layers: int, step: int = 1):
+        self.n_layers = n_layers
+        self.step = step
+        self.idle: RaggedCache | None = None
+
+    def room(self, capacity: int) -> int:
+        """The capacity that a cache for `capacity` tokens a row gets."""
+        return capacity if self.step == 1 else rounded_up(capacity, self.step, 16)
+
+    def lease(self, batch: int, capacity: int) -> RaggedCache:
+        """A cache of `room(capacity)` tokens a row, or a larger one."""
+        capacity = self.room(capacity)
+        cache, self.idle = self.idle, None
+        if cache is not None and cache.batch == batch:
+            enough = cache.capacity >= capacity if self.step > 1 else cache.capacity == capacity
+            if enough:
+                return cache
+        cache = RaggedCache(self.n_layers, batch, capacity)
+        cache.pool = self
+        return cache
+
+    def give_back(self, cache: RaggedCache) -> None:
+        """Take a cache back, unless it is of another pool: the model's layers or dtype may have changed since."""
+        if cache.pool is self:
+            self.idle = cache
+
+
+def kv_widths(config: Any) -> list[tuple[int, int]]:
+    """(key numbers, value numbers) that each layer keeps per token, from a transformers text config.
+
+    Multi-head latent attention stores every head with its own key and value widths; other models store `H_kv` heads
+    of `head_dim`. Layers that read another layer's keys and values keep none.
+    """
+    layers = layer_configs(config)
+    modes = getattr(config, "kv_sharing_modes", None) or [None] * len(layers)
+    return [(0, 0) if mode == "reuse" else _layer_widths(layer) for mode, layer in zip(modes, layers, strict=True)]
+
+
+def _layer_widths(layer: Any) -> tuple[int, int]:
+    heads, kv_heads = attention_heads(layer)
+    if getattr(layer, "kv_lora_rank", None):
+        return heads * (layer.qk_nope_head_dim + layer.qk_rope_head_dim), heads * layer.v_head_dim
+    width = kv_heads * (getattr(layer, "head_dim", None) or layer.hidden_size // heads)
+    return width, width
+
+
+def kv_cache_bytes(config: Any, dtype: torch.dtype, batch: int, capacity: int) -> int:
+    """Bytes of a `RaggedCache` for `batch` rows of `capacity` tokens, the trash slot included."""
+    numbers = sum(keys + values for keys, values in kv_widths(config))
+    return batch * (capacity + 1) * numbers * dtype.itemsize

@@ -1,0 +1,421 @@
+"""Loading a pair: sources, and checks before anything is allocated.
+
+Order of work: configs and tokenizers are read first and the pair report is made from them; what cannot work is
+refused there, by name, before a weight is loaded. Two models of different hidden size are a normal pair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import try_to_load_from_cache
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from specdec.config import PairConfig, from_dict
+from specdec.demo_models import draft_path, target_path
+from specdec.device.ambient import pinned
+from specdec.errors import SpecdecError
+from specdec.files.texts import as_path, expanded, is_file, is_folder
+from specdec.models.attention import check_attention
+from specdec.models.checkpoint import (
+    CONFIG,
+    check_folder,
+    fault_of_config,
+    fault_of_gguf,
+    fault_of_shapes,
+    fault_of_tokenizer,
+    fault_of_weights,
+    said,
+)
+from specdec.models.kinds import is_recurrent
+from specdec.models.pair_report import ModelFacts, PairReport
+from specdec.models.quantised import check_activations
+from specdec.models.rope import rope_settings, rope_type, switch_position
+from specdec.models.runner import context_length
+
+EMBEDDED = {"demo-target": target_path, "demo-draft": draft_path}
+LONGEST_ID = 200  # characters of a name on the hub
+_RECURRENT_LAYERS = ("linear_attention", "mamba", "mamba2", "conv", "recurrent", "ssm")
+_RECURRENT_TYPES = ("mamba", "mamba2", "rwkv", "recurrent_gemma", "jamba", "falcon_mamba", "falcon_h1", "xlstm")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model lies: `path` is a hub id or folder; `gguf` the file name inside it, if it is one."""
+
+    path: str
+    gguf: str | None = None
+
+    @staticmethod
+    def parse(text: str | Path) -> Source:
+        """A hub id, a folder, a GGUF file, or the embedded `demo-target` / `demo-draft`. Raises SpecdecError for a
+        local path that does not exist."""
+        if not isinstance(text, (str, Path)) or not str(text):
+            raise SpecdecError(
+                f"expected a hub id, a folder or a GGUF file, got {type(text).__name__}: models in hand go to the class"
+            )
+        name = str(text)
+        if name in EMBEDDED:
+            return Source(str(EMBEDDED[name]()))
+        path = expanded(as_path(name, "the model"))
+        if name.endswith(".gguf"):
+            if not is_file(path):
+                raise SpecdecError(f"GGUF file not found: {name}")
+            return Source(str(path.parent), path.name)
+        if is_folder(path):
+            return Source(str(path))
+        if is_file(path):
+            raise SpecdecError(f"not a GGUF file: {name}: expected a hub id, a folder or a file that ends in .gguf")
+        if path.is_absolute() or name.startswith((".", "~")) or len(name) > LONGEST_ID or name.count("/") > 1:
+            raise SpecdecError(f"model folder not found: {name}")
+        return Source(name)
+
+    @property
+    def folder(self) -> Path | None:
+        """Where its files lie on this machine; of a hub id None before it was downloaded."""
+        if is_folder(Path(self.path)):
+            return Path(self.path)
+        with suppress(Exception):  # what no hub can have has no files either
+            found = try_to_load_from_cache(self.path, CONFIG)
+            return Path(found).parent if isinstance(found, str) else None
+        return None
+
+    def fault(self, of: str, error: BaseException) -> str | None:
+        """The file that is to blame for a failed load `of` the config, the tokenizer or the weights, and what is wrong
+        with it; None: it cannot be told."""
+        folder = self.folder
+        if self.gguf:
+            return fault_of_gguf(Path(self.path) / self.gguf)
+        if folder is None:
+            return None
+        if of == "weights":
+            return fault_of_weights(folder)
+        return (fault_of_config if of == "config" else fault_of_tokenizer)(folder, error)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return {"gguf_file": self.gguf} if self.gguf else {}
+
+    def __str__(self) -> str:
+        return f"{self.path}/{self.gguf}" if self.gguf else self.path
+
+
+@dataclass
+class LoadedPair:
+    """Models, tokenizers and the report of a pair."""
+
+    target: Any
+    draft: Any
+    tokenizer: Any
+    draft_tokenizer: Any
+    report: PairReport
+
+    @staticmethod
+    @pinned()
+    def load(
+        target: str | Path, draft: str | Path | None = None, *, translate: bool = False,
+        shelf: MutableMapping[str, Any] | None = None, **options: Any,
+    ) -> LoadedPair:  # fmt: skip
+        """Load a target and perhaps a draft; options are the fields of `specdec.PairConfig`.
+
+        translate: the vocabularies may differ, because the draft is going to write text. shelf: models of earlier
+        pairs, by what they were loaded from; they are used again, and new ones are added. Raises SpecdecError before
+        a weight is loaded for everything that the report refuses.
+        """
+        config = pair_config(target, draft, options)
+        plans, tokenizers, report = _plan_pair(config, translate)
+        models = [plan.model() if shelf is None else plan.shared(shelf) for plan in plans]
+        both = len(models) == 2
+        return LoadedPair(
+            models[0], models[1] if both else None, tokenizers[0], tokenizers[1] if both else None, report
+        )
+
+
+def load_pair(target: str | Path, draft: str | Path | None = None, **options: Any) -> LoadedPair:
+    """`LoadedPair.load` as a function."""
+    return LoadedPair.load(target, draft, **options)
+
+
+def inspect_pair(
+    target: str | Path, draft: str | Path | None = None, *, translate: bool = False, **options: Any
+) -> PairReport:
+    """The report of a pair from its configs and tokenizers alone. Refuses what `LoadedPair.load` would refuse."""
+    return _plan_pair(pair_config(target, draft, options), translate)[2]
+
+
+def load_tokenizer(name: str | Path, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a hub id, a folder, a GGUF file, or of the embedded models (`demo`). Raises SpecdecError."""
+    source = Source.parse("demo-target" if str(name) == "demo" else name)
+    options = {"trust_remote_code": trust_remote_code, **({"revision": revision} if revision else {})}
+    return _tokenizer_of(source, {**options, **source.arguments})
+
+
+def _tokenizer_of(source: Source, options: Mapping[str, Any]) -> Any:
+    with loading(f"tokenizer of {source}", lambda error: source.fault("tokenizer", error)):
+        made = AutoTokenizer.from_pretrained(source.path, **options)
+        made("")  # some bad settings show when it is used
+        return made
+
+
+def pair_config(target: str | Path, draft: str | Path | None, options: Mapping[str, Any]) -> PairConfig:
+    """Loading options as a PairConfig. Raises SpecdecError for an unknown name."""
+    return from_dict(PairConfig, {"target": target, "draft": draft, **options}, "the loading options")
+
+
+def _plan_pair(config: PairConfig, translate: bool) -> tuple[list[_Plan], list[Any], PairReport]:
+    """Plans and tokenizers of the models, target first, and the pair's report. Loads no weights."""
+    check_attention(config.attn_implementation)
+    home = pick_device(config.device)
+    trust = config.trust_remote_code
+    plans = [
+        _Plan.make(
+            "target", config.target, home, config.dtype, config.revision, trust, config.quantization_config,
+            config.device_map,
+        )
+    ]  # fmt: skip
+    if config.draft is not None:
+        where = home if config.draft_device is None else pick_device(config.draft_device)
+        plans.append(
+            _Plan.make(
+                "draft", config.draft, where, config.draft_dtype, config.draft_revision, trust,
+                config.draft_quantization_config, None,
+            )
+        )  # fmt: skip
+    report = PairReport.make([plan.facts for plan in plans])
+    tokenizers = [plan.tokenizer() for plan in plans]
+    if config.draft is not None:
+        report.compare(tokenizers[0], tokenizers[1], translate)
+    return plans, tokenizers, report
+
+
+@dataclass
+class _Plan:
+    """One model that is about to be loaded, described from its config alone."""
+
+    source: Source
+    common: dict[str, Any]
+    config: Any
+    device: torch.device
+    dtype: Any
+    extra: dict[str, Any]
+    facts: ModelFacts
+
+    @staticmethod
+    def make(
+        role: str, name: str | Path, device: torch.device, dtype: Any, revision: str | None, trust: bool,
+        quantization: Any, device_map: Any,
+    ) -> _Plan:  # fmt: skip
+        source = Source.parse(name)
+        common = {"trust_remote_code": trust, **({"revision": revision} if revision else {}), **source.arguments}
+        where = f"{role} {name}"
+        if source.folder is not None and not source.gguf:
+            try:
+                check_folder(source.folder)
+            except SpecdecError as error:
+                raise SpecdecError(f"cannot load {where}: {error}") from None
+        with loading(where, lambda error: source.fault("config", error)):
+            config = AutoConfig.from_pretrained(source.path, **common)
+        check_model_kind(config, role)
+        chosen = _choose_dtype(dtype, config, device, role)
+        extra: dict[str, Any] = {"device_map": device_map} if device_map is not None else {}
+        if source.gguf and quantization is None:
+            quantization = _dequantize(str(name))
+        if quantization is not None:
+            extra["quantization_config"] = quantization
+        with loading(f"{where}: no model can be made of its config", lambda error: source.fault("config", error)):
+            facts = ModelFacts.from_config(role, str(name), config, chosen, str(device))
+        return _Plan(source, common, config, device, chosen, extra, facts)
+
+    @property
+    def key(self) -> str:
+        """Everything that the loaded model depends on."""
+        return repr((str(self.source), self.common, str(self.device), self.dtype, self.extra))
+
+    def shared(self, shelf: MutableMapping[str, Any]) -> Any:
+        """The model from the shelf, where it is loaded and put if it is missing."""
+        if self.key not in shelf:
+            shelf[self.key] = self.model()
+        return shelf[self.key]
+
+    def tokenizer(self) -> Any:
+        return _tokenizer_of(self.source, self.common)
+
+    def model(self) -> Any:
+        with loading(str(self.source), self._fault):
+            model, found = AutoModelForCausalLM.from_pretrained(
+                self.source.path, dtype=self.dtype or "auto", output_loading_info=True, **self.common, **self.extra
+            )
+        self._check_complete(found)
+        if "device_map" not in self.extra and getattr(model, "hf_device_map", None) is None:
+            model = model.to(self.device)
+        return model.eval()
+
+    def _fault(self, error: BaseException) -> str | None:
+        found = self.source.fault("weights", error)
+        if found is None and self.source.folder is not None and not self.source.gguf:
+            with torch.device("meta"):
+                return fault_of_shapes(self.source.folder, AutoModelForCausalLM.from_config(self.config))
+        return found
+
+    def _check_complete(self, found: Mapping[str, Any]) -> None:
+        """Raise SpecdecError where weights were drawn at random because the checkpoint lacks them: a library only
+        warns. Quantised checkpoints have weights of other names."""
+        missing = sorted(found["missing_keys"])
+        quantised = "quantization_config" in self.extra or getattr(self.config, "quantization_config", None) is not None
+        if missing and not quantised:
+            raise SpecdecError(
+                f"cannot load {self.source}: the checkpoint lacks weights that its config asks for, "
+                f"{len(missing)} of them, {missing[0]} first"
+            )
+
+
+@contextmanager
+def loading(what: str, fault: Callable[[BaseException], str | None]) -> Iterator[None]:
+    """Around one of transformers' loaders: its failures become one line that names the thing, and the file that is to
+    blame, as `fault` finds it. AssertionError is a mistake in code and not in a file."""
+    try:
+        yield
+    except (AssertionError, SpecdecError):
+        raise
+    except BaseException as error:
+        # A tokenizer that panics raises what is no Exception.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise SpecdecError(f"cannot load {what}: {fault(error) or said(error)}") from error
+
+
+def _dequantize(name: str) -> Any:
+    try:
+        import gguf  # noqa: F401
+    except ImportError:
+        raise SpecdecError(f"reading {name} needs the package gguf: install specdec[gguf]") from None
+    from transformers import GgufConfig
+
+    return GgufConfig(dequantize=True)
+
+
+def pick_device(device: str | torch.device | None) -> torch.device:
+    """None = CUDA if there is one, else CPU. Raises SpecdecError for a device that is absent or untested."""
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    chosen = parse_device(device)
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise SpecdecError(f"device {device!r} was asked for, but this machine has no CUDA device")
+    return chosen
+
+
+def parse_device(device: Any) -> torch.device:
+    """A device by its name, whether this machine has it or not. Raises SpecdecError for an unsupported kind."""
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise SpecdecError(f"unknown device {device!r}") from None
+    if chosen.type not in ("cpu", "cuda"):
+        raise SpecdecError(f"device {device!r} is not supported: cpu and cuda are (mps is untested)")
+    return chosen
+
+
+def check_dtype(dtype: Any, name: str = "dtype") -> torch.dtype | None:
+    """A dtype of weights by its name or as it is; None for None and "auto". Raises SpecdecError for anything else."""
+    if dtype is None or dtype == "auto":
+        return None
+    chosen = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(chosen, torch.dtype) or not chosen.is_floating_point or chosen.itemsize < 2:
+        raise SpecdecError(f"unknown {name} {dtype!r}: float32, bfloat16 and float16 are known")
+    return chosen
+
+
+def _choose_dtype(dtype: Any, config: Any, device: torch.device, role: str) -> torch.dtype | None:
+    """None = the checkpoint's."""
+    chosen = check_dtype(dtype, "dtype" if role == "target" else "draft_dtype")
+    if chosen is not None:
+        return chosen
+    if device.type == "cpu" and dtype is None:
+        return torch.float32
+    stored = getattr(config, "dtype", None)
+    if role == "draft" and dtype is None and stored in (None, torch.float32):
+        return torch.bfloat16
+    return stored if isinstance(stored, torch.dtype) else None
+
+
+def check_is_model(model: Any, role: str) -> None:
+    """Raise SpecdecError for a name or anything else in the place of a model."""
+    if not hasattr(model, "config") or not callable(getattr(model, "forward", None)):
+        raise SpecdecError(
+            f"the {role} must be a transformers model, got {model!r:.60}: names and folders go to from_pretrained"
+        )
+
+
+def check_weights(model: Any, role: str) -> None:
+    """Raise SpecdecError for weights that are not there."""
+    absent = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if absent:
+        raise SpecdecError(
+            f"{role} ({model.config.model_type}) has {len(absent)} parameters without data (on the meta device: "
+            f"{absent[0]}, ...), because they are offloaded or were never loaded; load the whole model onto its devices"
+        )
+
+
+def check_model_kind(config: Any, role: str, in_hand: bool = False) -> None:
+    """Refuse by name what the engine cannot run. in_hand: the model is there, so that its type need not be one that
+    transformers loads. Raises SpecdecError."""
+    kind = getattr(config, "model_type", type(config).__name__)
+    if getattr(config, "is_encoder_decoder", False):
+        raise SpecdecError(f"{role} ({kind}) is an encoder-decoder model: only decoder-only models are supported")
+    if any(hasattr(config, name) for name in ("vision_config", "audio_config")):
+        raise SpecdecError(f"{role} ({kind}) takes images or audio: only text models are supported")
+    if not in_hand and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not getattr(config, "auto_map", None):
+        raise SpecdecError(f"{role} ({kind}) is not a causal language model that transformers knows")
+    text = config.get_text_config()
+    layers = set(getattr(text, "layer_types", None) or ())
+    named = layers & set(_RECURRENT_LAYERS) or any(kind.startswith(t) for t in _RECURRENT_TYPES)
+    if named or is_recurrent(text):
+        raise SpecdecError(f"{role} ({kind}) has recurrent layers, whose state cannot be trimmed: not supported yet")
+    if "chunked_attention" in layers:
+        raise SpecdecError(f"{role} ({kind}) uses chunked attention: not supported")
+    for name in ("num_hidden_layers", "num_attention_heads"):
+        if not _has(text, name):
+            raise SpecdecError(f"{role} ({kind}) says no {name} in its configuration: it is no single stack of layers")
+    if any("dynamic" in rope_type(settings) for settings in rope_settings(text)):
+        raise SpecdecError(
+            f"{role} ({kind}) has dynamic RoPE, whose factors grow with the longest text of a pass: a row would depend "
+            "on its neighbours; not supported"
+        )
+    switch_position(text, role)
+
+
+def _has(config: Any, name: str) -> bool:
+    """Whether a config has a field, also one that differs from layer to layer."""
+    try:
+        return hasattr(config, name)
+    except RuntimeError:
+        return True
+
+
+def check_modules(target: Any, draft: Any, tokenizer: Any, draft_tokenizer: Any, translate: bool) -> PairReport:
+    """The pair report of models in hand. Raises SpecdecError for pairs and models that cannot work."""
+    facts = []
+    for role, model in (("target", target), ("draft", draft)):
+        if model is None:
+            continue
+        if not hasattr(model, "get_output_embeddings") or model.get_output_embeddings() is None:
+            raise SpecdecError(f"{role} ({type(model).__name__}) has no language-model head")
+        check_weights(model, role)
+        check_activations(model, role)
+        facts.append(ModelFacts.from_module(role, model))
+    report = PairReport.make(facts)
+    if draft is not None:
+        report.compare(tokenizer, draft_tokenizer, translate)
+    return report
+
+
+__all__ = [
+    "LoadedPair", "Source", "check_is_model", "check_model_kind", "check_modules", "context_length", "inspect_pair",
+    "load_pair", "load_tokenizer",
+]  # fmt: skip

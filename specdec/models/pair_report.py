@@ -1,0 +1,161 @@
+"""The pair report: what matters about a target and a draft, from their configs and tokenizers alone.
+
+Nothing is allocated to make it: parameters are counted on a model without storage, memory comes from shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from specdec.errors import SpecdecError
+from specdec.models.kv_cache import kv_cache_bytes
+from specdec.models.runner import context_length
+from specdec.models.vocabulary import Vocabularies, compare_vocabularies, handling
+
+SIZE_RATIO_WARNING = 1 / 3
+
+
+def draft_capacity(tokens: int) -> int:
+    """Tokens of the draft's cache for rows of `tokens` of the target's: its vocabulary may need more for one text."""
+    return 4 * tokens + 64
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """One model of a pair. Sizes in bytes, context in tokens, vocab_size in rows of the embedding."""
+
+    role: str
+    name: str
+    model_type: str
+    parameters: int
+    weight_bytes: int
+    vocab_size: int
+    context: int
+    dtype: str
+    device: str
+    config: Any = field(repr=False, compare=False, default=None)
+
+    @staticmethod
+    def from_config(role: str, name: str, config: Any, dtype: torch.dtype | None, device: str) -> ModelFacts:
+        """Count parameters on a model that has no storage."""
+        text = config.get_text_config()
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        return ModelFacts._of(role, name, model, text, dtype or model.dtype, device)
+
+    @staticmethod
+    def from_module(role: str, model: Any) -> ModelFacts:
+        return ModelFacts._of(
+            role, type(model).__name__, model, model.config.get_text_config(), model.dtype, str(model.device)
+        )
+
+    @staticmethod
+    def _of(role: str, name: str, model: Any, text: Any, dtype: torch.dtype, device: str) -> ModelFacts:
+        parameters = sum(p.numel() for p in model.parameters())
+        stored = sum(p.numel() * p.element_size() for p in model.parameters())
+        on_meta = any(p.is_meta for p in model.parameters())
+        return ModelFacts(
+            role, name, text.model_type, parameters, parameters * dtype.itemsize if on_meta else stored,
+            text.vocab_size, context_length(text), str(dtype).removeprefix("torch."), device, text,
+        )  # fmt: skip
+
+    def kv_bytes(self, batch: int, tokens: int) -> int:
+        """Bytes of the K/V cache for `batch` rows of `tokens` tokens, or of the context where that is shorter."""
+        return kv_cache_bytes(self.config, getattr(torch, self.dtype), batch, min(tokens, self.context))
+
+
+@dataclass
+class PairReport:
+    """models: target, then draft; vocabulary: identical | compatible | translated | unchecked | None (no draft);
+    differing: ids of a compatible pair that stand for one text in one model only: the draft never proposes them."""
+
+    models: list[ModelFacts]
+    vocabulary: str | None = None
+    differing: tuple[int, ...] = ()
+    size_ratio: float | None = None
+    warnings: list[str] = field(default_factory=list)
+
+    @staticmethod
+    def make(models: Sequence[ModelFacts]) -> PairReport:
+        report = PairReport(list(models))
+        if len(models) == 2:
+            target, draft = models
+            report.size_ratio = draft.parameters / max(1, target.parameters)
+            if report.size_ratio > SIZE_RATIO_WARNING:
+                report.warnings.append(
+                    f"the draft has {report.size_ratio:.2f} of the target's parameters: above 1 : 3 it rarely pays"
+                )
+            if draft.context < target.context:
+                report.warnings.append(
+                    f"the draft's context of {draft.context} tokens is shorter than the target's {target.context}: "
+                    "drafting stops there"
+                )
+        return report
+
+    def compare(self, tokenizer: Any, draft_tokenizer: Any, translate: bool) -> None:
+        """Compare two tokenizers (None: there is nothing to compare). Raises SpecdecError for vocabularies that
+        differ, unless the draft is translated through text."""
+        if tokenizer is None or draft_tokenizer is None:
+            self.vocabulary = "unchecked"
+            if len({m.vocab_size for m in self.models}) > 1:
+                self.warnings.append("vocabulary sizes differ and there is no second tokenizer to compare with")
+            return
+        found = Vocabularies.compare(tokenizer, draft_tokenizer)
+        if found.refusal is None:
+            self.vocabulary, self.differing = found.kind, found.differing
+            if self.differing:
+                self.warnings.append(
+                    f"{len(self.differing)} ids are not the same in target and draft, which never proposes them: "
+                    f"{found.examples}"
+                )
+                self.warnings += [f"{part}: the target's counts" for part in handling(tokenizer, draft_tokenizer)]
+            self.warnings += [
+                f"{name.upper()} differs: id {a} in the target, id {b} in the draft; the target's counts"
+                for name in ("bos", "eos")
+                if (a := getattr(tokenizer, f"{name}_token_id")) != (b := getattr(draft_tokenizer, f"{name}_token_id"))
+            ]
+            return
+        if not translate:
+            raise SpecdecError(
+                f"tokenizer mismatch between target and draft: {found.refusal}; a draft-model strategy with "
+                "translate=True drafts through text instead"
+            )
+        self.vocabulary = "translated"
+
+    def memory(self, batch: int = 1, tokens: int | None = None, width: int = 16) -> dict[str, int]:
+        """Bytes needed before anything is allocated: weights, K/V caches for `batch` rows of `tokens` tokens (default:
+        the target's context), and one verify pass's logits of `width` columns (model dtype, float32, and p)."""
+        target = self.models[0]
+        tokens = target.context if tokens is None else min(tokens, target.context)
+        item = getattr(torch, target.dtype).itemsize
+        parts = {
+            "weights": sum(m.weight_bytes for m in self.models),
+            "kv_cache": sum(m.kv_bytes(batch, n) for m, n in zip(self.models, self._cached(tokens), strict=True)),
+            "logits": batch * width * target.vocab_size * (item + 8),
+        }
+        return {**parts, "total": sum(parts.values())}
+
+    def _cached(self, tokens: int) -> list[int]:
+        """Tokens a row that each model's cache holds."""
+        draft = draft_capacity(tokens) if self.vocabulary == "translated" else tokens
+        return [tokens, draft][: len(self.models)]
+
+    def to_dict(self, batch: int = 1, tokens: int | None = None) -> dict[str, Any]:
+        """Plain data, with the memory of `batch` rows of `tokens` tokens."""
+        models = [{f.name: getattr(m, f.name) for f in fields(m) if f.name != "config"} for m in self.models]
+        return {
+            "models": models,
+            "vocabulary": self.vocabulary,
+            "differing_ids": list(self.differing),
+            "size_ratio": self.size_ratio,
+            "warnings": list(self.warnings),
+            "memory": self.memory(batch, tokens),
+        }
+
+
+__all__ = ["ModelFacts", "PairReport", "compare_vocabularies"]

@@ -1,0 +1,402 @@
+"""Runs a model over a ragged cache: prompt prefill, and passes of a few fixed widths.
+
+A pass feeds up to S tokens to each row of the batch. Widths S come from a short list, and so do the K/V lengths that
+attention reads, so that a CUDA graph or compiled variant (device/graphs.py) is made once per shape and not once per
+call. Shorter rows are padded: padding goes to the cache's trash slot and its logits are ignored.
+
+Passes over a leased cache are replayed from graphs where the mode says so; prefill, which feeds rows in wide chunks,
+when a chunk of the same shape comes to the same rows again. Everything that a pass computes from its inputs
+it computes from tensors, so that a graph needs no more than its input buffers refilled.
+
+In exact mode there is one width and one K/V length for the whole call; a token's logits are then computed by the
+same kernels in the same order, whatever else is in the pass (design notes in docs/exactness.md).
+"""
+
+from __future__ import annotations
+
+import inspect
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from specdec.device.ambient import pinned
+from specdec.device.graphs import CudaRecorder, Graphs, I, Key, R, Recorder, choose_mode
+from specdec.device.transfer import to_device
+from specdec.errors import SpecdecError
+from specdec.models.alibi import Alibi
+from specdec.models.attention import Mask, MaskBuilder, check_attention, fastest
+from specdec.models.compile_layers import CompiledFunction, Compiler, Forward, compiled_before, compiled_forward
+from specdec.models.fuse_projections import Fusion
+from specdec.models.kinds import layer_configs
+from specdec.models.kv_cache import CachePool, RaggedCache, rounded_up
+from specdec.models.passes import PassInputs, PassKey, PassResult
+from specdec.models.quantised import rows_of, weight_of
+from specdec.models.rope import RowRope, switch_position
+from specdec.models.state import recorded_from
+from specdec.models.trees import TreePass
+from specdec.models.view import ModelView
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# On a CPU every padded token costs its share of the weights' arithmetic, so narrow widths are all there; on a GPU a
+# pass of 8 costs what a pass of 1 costs, and few shapes mean few graphs.
+CPU_WIDTHS = (*range(1, 18), 24, 32, 48, 64, 128, 256, 512)
+CUDA_WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512)
+EXACT_WIDTH = 8
+EXACT_PREFILL = (64, 128, 192, 256, 384, 512)
+# From about a thousand tokens on a GPU's time is arithmetic: more tokens a pass would take memory and win nothing.
+TOGETHER = 2048
+KV_STEP = 256  # caches of about the same size are one size, so that the next call finds its graphs
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """The fixed shapes of one call.
+
+    widths: allowed tokens a pass and row, ascending; verify_width: most tokens a verify pass feeds to a row (longer
+    drafts go in chunks); kv_step: K/V lengths are rounded up to its multiples (tokens); kv_parts: if > 0, the step
+    grows with the length, to so many steps a doubling; kv_fixed: one K/V length for the whole call, or None;
+    together: tokens, padding included, that a pass of prefill feeds at most to several rows (0: to each row alone).
+    """
+
+    widths: tuple[int, ...]
+    verify_width: int
+    kv_step: int
+    kv_parts: int = 0
+    kv_fixed: int | None = None
+    together: int = 0
+
+    @staticmethod
+    def choose(device: torch.device, exact: bool, capacity: int) -> Shapes:
+        together = 0 if device.type == "cpu" else TOGETHER
+        if exact:
+            return Shapes((EXACT_WIDTH, *EXACT_PREFILL), EXACT_WIDTH, 1, kv_fixed=capacity, together=together)
+        if device.type == "cpu":
+            return Shapes(CPU_WIDTHS, 17, 32)
+        return Shapes(CUDA_WIDTHS, 16, 256, 4, together=together)
+
+    @property
+    def exact(self) -> bool:
+        """Whether all passes have one shape."""
+        return self.kv_fixed is not None
+
+    def width(self, tokens: int) -> int:
+        """The narrowest allowed width for `tokens` tokens."""
+        return self.widths[bisect_left(self.widths, tokens)]
+
+    def kv_len(self, tokens: int, capacity: int) -> int:
+        if self.kv_fixed is not None:
+            return self.kv_fixed
+        return min(capacity, rounded_up(tokens, self.kv_step, self.kv_parts))
+
+
+@dataclass
+class PassOutput:
+    """What a pass gives, and what drafters that learn from the target see (`observe`).
+
+    logits [B', S', V] in the model's dtype; tokens [B', S] as fed; row b of them is slot `first_row + b`, fed at the
+    positions `starts[b]...`, `counts[b]` of them real; hidden: every layer's hidden states [B', S, H], the embedding's
+    first, if they were asked for; tree: where the tokens really stand when rows of the pass hold trees.
+    """
+
+    logits: Tensor
+    tokens: Tensor
+    starts: Sequence[int]
+    counts: Sequence[int]
+    first_row: int = 0
+    hidden: tuple[Tensor, ...] | None = None
+    tree: TreePass | None = None
+
+
+@dataclass
+class Runner:
+    """A model, specdec's view of it and its mask builder. Holds no state of any call: caches are passed in.
+
+    model: the caller's, which is left alone (models/view.py).
+    compile: "off", "graph", "inductor", "max" or "auto" (device/graphs.py); `mode` is what became of it on this device.
+    fuse: projections of one input as one product (models/fuse_projections.py).
+    """
+
+    model: Any
+    attn_implementation: str | None = None
+    compile: str = "off"
+    recorder: Recorder | None = None  # None = CUDA graphs, where the mode asks for any
+    fuse: bool = False
+    pool: CachePool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.own_attention = self.attn_implementation is None
+        self.view = ModelView(self.model, check_attention(self.attn_implementation))
+        self.tree_fault: str | None = None  # why trees are refused, once the self-test has tried one
+        self.excluded_ids: tuple[int, ...] = ()
+        self._adopt()
+
+    def _adopt(self) -> None:
+        """Take over what the model is now."""
+        self.config: Any = self.model.config.get_text_config()
+        self.facts = self.measure()
+        self.device, self.dtype, self.embedded, self.vocab_size, self.context, n_layers = self.facts
+        self.masks = MaskBuilder(self.config, self.view.implementation, self.dtype)
+        self.fusion = Fusion(self.view.model) if self.fuse else None
+        if self.fusion is not None and self.view.private:
+            self.fusion.install()
+        switch = switch_position(self.config)
+        self.rope = RowRope(self.view.model, switch) if switch is not None else None
+        self.alibi = Alibi.of(self.view.model)
+        self.masks.slopes = self.alibi.slopes if self.alibi is not None else None
+        self._choose_graphs()
+        step = KV_STEP if self.device.type == "cuda" or self.graphs is not None else 1
+        self.pool = CachePool(n_layers, step)
+        accepted = inspect.signature(self.view.model.forward).parameters
+        # transformers 5.24 renamed the argument; the old name still works there but warns.
+        self.cache_argument = "cache" if "cache" in accepted else "past_key_values"
+        self.can_trim_logits = "logits_to_keep" in accepted
+        self.exclude(self.excluded_ids)
+
+    def exclude(self, ids: Sequence[int]) -> None:
+        """As a draft, never propose these ids: they mean another text to the target. `excluded`: those of them that
+        the model has, int64 [n] where its recorded programs find them again, or None."""
+        self.excluded_ids = tuple(ids)
+        known = [i for i in self.excluded_ids if 0 <= i < self.vocab_size]
+        self.excluded = to_device(known, self.device) if known else None
+
+    def measure(self) -> tuple[torch.device, torch.dtype, int, int, int, int]:
+        """Device, dtype, ids that can be fed, ids that exist, context and layers of the model as it is."""
+        table, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        embedded = rows_of(table) or int(self.model.config.get_text_config().vocab_size)
+        # Padded embeddings and heads can differ in rows; ids that only one of them has do not exist.
+        known = embedded if head is None else min(embedded, rows_of(head) or embedded)
+        weight = weight_of(table)
+        device = self.model.device if weight is None else weight.device
+        config = self.model.config.get_text_config()
+        return device, self.model.dtype, embedded, known, context_length(config), len(layer_configs(config))
+
+    def refresh(self) -> None:
+        """Follow what the caller has done to the model since: modules, attributes, vocabulary, dtype, device."""
+        changed = self.view.refresh()
+        if changed or self.measure() != self.facts:
+            self._adopt()
+
+    def step(
+        self,
+        cache: RaggedCache,
+        shapes: Shapes,
+        tokens: Tensor,
+        starts: Sequence[int],
+        counts: Sequence[int],
+        rows: slice | None = None,
+        keep: int = 0,
+        hidden: bool = False,
+        tree: TreePass | None = None,
+    ) -> PassOutput:
+        """One pass. tokens [B, S] on the model's device, S an allowed width; row b feeds `counts[b]` of them at the
+        positions `starts[b], starts[b] + 1, ...` (0 = the row takes no part), or where `tree` puts them. `rows` names
+        the cache rows that the batch stands for (default all); `keep` > 0 computes logits of the last `keep` columns
+        only.
+        """
+        reach = max(s + (c if tree is None else tree.region) for s, c in zip(starts, counts, strict=True))
+        key, tree = self.key(cache, shapes, tokens.shape[1], reach, tree, keep, hidden)
+        inputs = PassInputs(tokens, to_device([list(starts), list(counts)], self.device), tree)
+        if rows is not None:
+            key = key._replace(batch=len(tokens), first_row=rows.start)
+        result = self.forward(cache, key, inputs)
+        return PassOutput(result.logits, tokens, starts, counts, key.first_row, result.hidden, tree)
+
+    def key(
+        self, cache: RaggedCache, shapes: Shapes, width: int, reach: int, tree: TreePass | None = None, keep: int = 0,
+        hidden: bool = False,
+    ) -> tuple[PassKey, TreePass | None]:  # fmt: skip
+        """The key of a pass over all rows that reads no slot from `reach` on, and its tree as that key has it."""
+        region = 0
+        if tree is not None:
+            region = shapes.width(tree.region) if cache.graphs is not None else tree.region
+            tree = tree.widened(region)
+        return PassKey(cache.batch, 0, width, shapes.kv_len(reach, cache.capacity), keep, hidden, region), tree
+
+    def forward(self, cache: RaggedCache, key: PassKey, inputs: PassInputs) -> PassResult:
+        """A pass, replayed where it can be."""
+        return self.run(cache, key, inputs, lambda given: self.compute(cache, key, given))
+
+    @pinned()
+    def run(self, cache: RaggedCache, key: Key, inputs: I, program: Callable[[I], R]) -> R:
+        """Run a program around passes over `cache`, replayed where it can be. `key` names everything that the program
+        depends on beside its inputs."""
+        if self.graphs is None or cache.graphs is None:
+            return program(inputs)
+        return self.graphs.run(cache.graphs, key, inputs, program)
+
+    def compute(self, cache: RaggedCache, key: PassKey, inputs: PassInputs) -> PassResult:
+        """The pass itself, from tensors alone: no value of `inputs` is known here."""
+        forward = None if key.rare else self.compiled  # compiling takes longer than one prompt's chunks save
+        prepare = self.prepare if forward is None or inputs.tree is not None else self.part(self.prepare)
+        tokens, positions, slots, masks = prepare(inputs, key.width, key.kv_len, cache.capacity)
+        rows = slice(key.first_row, key.first_row + key.batch)
+        cache.aim(slots, rows, key.kv_len)
+        arguments: dict[str, Any] = {
+            "input_ids": tokens,
+            "position_ids": positions,
+            "attention_mask": masks,
+            self.cache_argument: cache,
+            "use_cache": True,
+        }
+        if key.keep and self.can_trim_logits:
+            arguments["logits_to_keep"] = key.keep
+        if key.hidden:
+            arguments["output_hidden_states"] = True
+        attention = None
+        if self.own_attention:
+            attention = fastest(self.device.type, key.batch * key.width * self.masks.groups, key.kv_len)
+        fused = nullcontext() if self.fusion is None or self.view.private else self.fusion.on()
+        rotated = self.rope.on(cache.long_rows(rows, self.device)) if self.rope is not None else nullcontext()
+        biased = self.alibi.on(cast(Tensor, masks)) if self.alibi is not None else nullcontext()
+        with self.view.attending(attention), fused, rotated, biased:
+            if forward is not None and not cache.nbytes:
+                self.view.model(**arguments)  # allocates: compiled code that did would be another program than the next
+            out = (forward or self.view.model)(**arguments)
+        return PassResult(out.logits, out.hidden_states if key.hidden else None)
+
+    def prepare(
+        self, inputs: PassInputs, width: int, kv_len: int, capacity: int
+    ) -> tuple[Tensor, Tensor, Tensor, Mask]:  # fmt: skip
+        """(ids, positions, slots) [B, S] and the masks of a pass."""
+        layout, tree = inputs.layout, inputs.tree
+        # Ids that the embedding lacks can only be padding ids of a wider partner's vocabulary; feeding another id
+        # there costs acceptance, never correctness.
+        tokens = inputs.tokens.clamp(max=self.embedded - 1)
+        column = torch.arange(width, device=self.device)
+        real = column < layout[1, :, None]  # [B, S]
+        slots = layout[0, :, None] + (column if tree is None else tree.offsets)
+        ahead = slots if tree is None else layout[0, :, None] + tree.depths.gather(1, tree.offsets)
+        positions = torch.where(real, ahead, 0)
+        return tokens, positions, torch.where(real, slots, capacity), self.masks(positions, kv_len, tree)
+
+    def part(self, function: F) -> F:
+        """A function of tensors that programs run beside passes, compiled where those are. It must not be made anew for
+        each call: it is compiled once a shape."""
+        if self.compiled is None:
+            return function
+        if function not in self.parts:
+            name = f"{function.__name__} of {type(self.model).__name__}"
+            compiler = Compiler(name, self.mode, self.compiled.compiler.backend)
+            self.parts[function] = CompiledFunction(function, compiler)
+        return cast(F, self.parts[function])
+
+    def check_trees(self, strategy: str) -> None:
+        """Raise SpecdecError if the self-test has found that the model cannot be given trees."""
+        if self.tree_fault is not None:
+            raise SpecdecError(
+                f"strategy {strategy!r} drafts trees, but {self.tree_fault}; give it no tree and no branches: chains "
+                "work with this model"
+            )
+
+    def before_switch(self, position: int) -> int:
+        """How many tokens after the one at `position` are rotated as it is (models/rope.py)."""
+        if self.rope is None or position >= self.rope.switch:
+            return self.context
+        return self.rope.switch - 1 - position
+
+    def follow(self, cache: RaggedCache, row: int, position: int) -> bool:
+        """Have a row rotated as a text whose newest token is at `position`. Returns whether that is another way than
+        before, so that nothing the row holds is of use."""
+        long = self.rope is not None and position >= self.rope.switch
+        if long == cache.is_long[row]:
+            return False
+        cache.set_long(row, long)
+        return True
+
+    def lease(self, batch: int, capacity: int) -> RaggedCache:
+        """A cache for a call, to be given back to `pool`; with its recorded passes, if the weights have stayed."""
+        cache = self.pool.lease(batch, capacity)
+        if self.graphs is not None:
+            now = recorded_from(self.view)
+            if cache.graphs is None or cache.recorded_from != now:
+                cache.graphs, cache.recorded_from = {}, now
+        return cache
+
+    @property
+    def recorded(self) -> tuple[int, float]:
+        """(graphs, seconds): passes recorded so far, and what that took."""
+        return (self.graphs.captures, self.graphs.seconds) if self.graphs is not None else (0, 0.0)
+
+    def compile_report(self, before: tuple[int, float]) -> dict[str, Any]:
+        """What passes run as, for provenance; `before`: `recorded` as the call began."""
+        graphs, seconds = self.recorded
+        captured = {"captured": graphs - before[0], "seconds": seconds - before[1]}
+        made: dict[str, Any] = {"mode": self.mode, "graphs": graphs, **captured}
+        if self.compiled is not None:
+            made["cache"] = compiled_before()
+        failures = list(self.failures.values())
+        return {**made, "failure": failures[0]} if failures else made
+
+    @property
+    def failures(self) -> dict[str, str]:
+        """Kind of program -> why none of its kind is recorded."""
+        return {} if self.graphs is None else dict(self.graphs.failures)
+
+    def _choose_graphs(self) -> None:
+        self.mode = "graph" if self.recorder is not None else choose_mode(self.compile, self.model, self.device)
+        if self.alibi is not None and self.mode in ("inductor", "max"):
+            self.mode = "graph"  # its attention has another mask in every pass, which compiled code would be made for
+        self.graphs: Graphs | None = None
+        self.compiled: Forward | None = None
+        self.parts: dict[Any, CompiledFunction] = {}
+        if self.mode != "off":
+            self.graphs = Graphs(self.recorder or CudaRecorder(self.device), type(self.model).__name__)
+        if self.mode in ("inductor", "max"):
+            self.compiled = compiled_forward(self.view.model, self.config, self.mode)
+
+    def prefill(
+        self,
+        cache: RaggedCache,
+        shapes: Shapes,
+        tokens: Mapping[int, Sequence[int]],
+        starts: Mapping[int, int],
+        seen: Callable[[PassOutput], None] | None = None,
+    ) -> None:
+        """Write `tokens[row]` of every row at the positions `starts[row]...`, in chunks of the widest allowed width.
+
+        Rows that lie side by side are fed together as far as `shapes` says, else each alone (batch 1), and then its
+        cache does not depend on its neighbours. One column of logits a row and chunk is computed because models always
+        compute some; it is not used. `seen` is called with every chunk's output, hidden states included.
+        """
+        widest = shapes.widths[-1]
+        for rows in _side_by_side({row: len(ids) for row, ids in tokens.items()}, shapes):
+            for offset in range(0, max(len(tokens[row]) for row in rows), widest):
+                chunks = [list(tokens[row][offset : offset + widest]) for row in rows]
+                counts = [len(chunk) for chunk in chunks]
+                # On a CPU a padded token costs as much as another.
+                exactly = self.device.type == "cpu" and self.graphs is None
+                width = max(counts) if exactly else shapes.width(max(counts))
+                padded = to_device([chunk + [0] * (width - len(chunk)) for chunk in chunks], self.device)
+                at = [starts[row] + offset if n else 0 for row, n in zip(rows, counts, strict=True)]
+                side = slice(rows.start, rows.stop)
+                out = self.step(cache, shapes, padded, at, counts, side, 1, seen is not None)
+                if seen is not None:
+                    seen(out)
+
+
+def _side_by_side(lengths: Mapping[int, int], shapes: Shapes) -> Iterator[range]:
+    """Rows with anything to feed, in ranges that are fed together."""
+    run: list[int] = []
+    for row in sorted(row for row, length in lengths.items() if length):
+        width = shapes.width(min(max(lengths[r] for r in (*run, row)), shapes.widths[-1]))
+        if run and (row != run[-1] + 1 or (len(run) + 1) * width > shapes.together):
+            yield range(run[0], run[-1] + 1)
+            run = []
+        run.append(row)
+    if run:
+        yield range(run[0], run[-1] + 1)
+
+
+def context_length(config: Any) -> int:
+    """Positions the model was made for; a large number where the config states none."""
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return 1 << 30

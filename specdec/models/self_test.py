@@ -1,0 +1,172 @@
+"""The self-test of a loaded model: every kind of pass that the loop makes, against a plain forward over the texts.
+
+Two texts with a common beginning take the way of rows in a call. The first is prefilled; a tree with wrong branches is
+fed, one row alone having it while its neighbour stands at positions far away; the accepted path is compacted; what the
+texts share is copied; then both rows get chunks of different lengths, and last one token each. All logits must be those
+of a plain forward.
+
+So a model is refused whose attention or positions do not go through the cache's interface (some ask the cache for its
+length inside attention), or whose rows depend on one another. Where only trees are wrong, only trees are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.device.ambient import pinned
+from specdec.device.transfer import to_device
+from specdec.errors import SpecdecError
+from specdec.files.texts import first_line
+from specdec.models.kv_cache import RaggedCache
+from specdec.models.runner import Runner, Shapes
+from specdec.models.self_test_causes import cause, plain_cause
+from specdec.models.trees import Shape, chain_parents, moves, shape_of, tree_pass
+from specdec.models.view import ModelView
+
+LENGTH = 14  # tokens of a text
+TAIL = 6  # of them that are not prefilled
+TREE = (-1, -1, 0, 1)  # a wrong branch before the right one: slots are not positions
+PATH = (2, 4)  # the columns of the right branch
+FAR = 1 << 17  # where the row's neighbour stands, if the context is as long
+NOTHING = shape_of(())
+
+
+@pinned()
+def self_test(runner: Runner, role: str) -> None:
+    """Raises SpecdecError for a model that is not supported; sets `runner.tree_fault` where trees are not."""
+    kind = f"{role} ({runner.config.model_type})"
+    test = _SelfTest(runner)
+    try:
+        expected = test.plain()
+    except Exception as error:  # whatever a model trips over in its own code
+        raise SpecdecError(f"{kind} is not supported: {plain_cause(runner)} ({first_line(error)})") from error
+    if test.looks_ahead(expected):
+        raise SpecdecError(f"{kind} is not supported: {cause(runner, test.first, expected[0], looks_ahead=True)}")
+    fault = test.fault(expected, tree=True, far=True)
+    if fault is None:
+        return
+    if test.fault(expected, tree=True, far=False) is None:
+        raise SpecdecError(
+            f"{kind} is not supported: a row's logits depend on how long the rows beside it are ({fault})"
+        )
+    chains = test.fault(expected, tree=False, far=False)
+    if chains is not None:
+        raise SpecdecError(
+            f"{kind} is not supported: {cause(runner, test.first, expected[0], looks_ahead=False)}; {chains}"
+        )
+    runner.tree_fault = f"{kind} cannot verify trees, since it takes positions from the order of its cache ({fault})"
+
+
+class _SelfTest:
+    """The texts, and the passes over them."""
+
+    def __init__(self, runner: Runner):
+        self.runner = runner
+        window = runner.masks.window
+        self.length = min(window + TAIL if window is not None and window <= 64 else LENGTH, runner.context)
+        self.length = max(self.length, min(LENGTH, runner.context))
+        self.start = max(self.length - TAIL, 0)  # position of the first token that is not prefilled
+        self.shared = max(self.start - 2, 0)
+        ids = torch.randint(0, runner.vocab_size, (3, self.length), generator=torch.Generator().manual_seed(0))
+        ids[1, : self.shared] = ids[0, : self.shared]
+        self.first, self.second, self.wrong = ids.tolist()
+        self.far = max(0, min(runner.context, FAR) - len(TREE) - 1)
+
+    def plain(self) -> Tensor:
+        """Logits [2, n, V] of both texts."""
+        runner = self.runner
+        # Eager is the only stock path that honours everything a model asks for (soft caps, sinks).
+        view = ModelView(runner.model, "eager")
+        with view.attending():
+            ids = to_device([self.first, self.second], runner.device)
+            return view.model(input_ids=ids, use_cache=False).logits.float()
+
+    def looks_ahead(self, expected: Tensor) -> bool:
+        """Whether what follows what the texts have in common changes the logits there."""
+        first, second = expected[:, : self.shared]
+        return not _relative(first, second) < (1e-4 if self.runner.dtype == torch.float32 else 0.02)
+
+    def fault(self, expected: Tensor, tree: bool, far: bool) -> str | None:
+        """What is wrong with the passes; None if nothing is. tree: with one, else with a wrong chain in its place;
+        far: beside a row that stands far away."""
+        try:
+            found = self._passes(tree, far)
+        except Exception as error:
+            return f"a pass over a cache with a length for each row fails ({first_line(error)})"
+        for row, position, logits in found:
+            if not len(logits):
+                continue
+            wanted = expected[row, position : position + len(logits)]
+            off = _relative(logits, wanted)
+            if not off < (1e-3 if self.runner.dtype == torch.float32 else 0.1):
+                return (
+                    "a pass over a cache with a length for each row differs from a plain forward (relative difference "
+                    f"{off:.2g})"
+                )
+        return None
+
+    def _passes(self, tree: bool, far: bool) -> list[tuple[int, int, Tensor]]:
+        """(row, position, logits [n, V] from there on) of every pass."""
+        runner, n, start = self.runner, self.length, self.start
+        cache = RaggedCache(runner.pool.n_layers, 2, n + len(TREE))
+        long = runner.rope is not None and n > runner.rope.switch
+        for row in (0, 1):
+            cache.set_long(row, long)
+        runner.prefill(cache, self._shapes(n), {0: self.first[:start]}, {0: 0})
+        branch = self._tree(cache, tree, far)
+        cache.set_long(1, long)
+        if self.shared:
+            cache.copy_row_from(cache, 0, 1, self.shared)
+        fed = [self.first[start + len(branch) : n - 1], self.second[self.shared : n - 1]]
+        starts = [start + len(branch), self.shared]
+        chunk = self._feed(cache, fed, starts) if any(fed) else torch.empty((2, 0, self.runner.vocab_size))
+        last = self._feed(cache, [self.first[n - 1 :], self.second[n - 1 :]], [n - 1] * 2)
+        chunks = [(row, starts[row], chunk[row, : len(ids)]) for row, ids in enumerate(fed)]
+        return [(0, start, branch), *chunks, *((row, n - 1, last[row, :1]) for row in (0, 1))]
+
+    def _tree(self, cache: RaggedCache, tree: bool, far: bool) -> Tensor:
+        """Feed a tree, or a chain, of which the first tokens are right; returns their logits [n, V]."""
+        start, first, wrong = self.start, self.first, self.wrong
+        if self.length < LENGTH:  # a context of a few tokens
+            return torch.empty((0, self.runner.vocab_size))
+        parents = TREE if tree else chain_parents(len(TREE))
+        path = PATH if tree else (1, 2)
+        ids = [first[start], *wrong[: len(TREE)]]
+        for depth, column in enumerate(path):
+            ids[column] = first[start + 1 + depth]
+        shape = shape_of(parents)
+        beside = replace(shape, depths=shape.depths + self.far) if far else NOTHING
+        if far:
+            cache.set_long(1, self.runner.rope is not None and self.far >= self.runner.rope.switch)
+        out = self._feed(cache, [ids, wrong[: len(ids)] if far else []], [start, 0], [shape, beside])
+        cache.compact(moves(0, path, start))
+        return out[0, [0, *path]]
+
+    def _feed(
+        self, cache: RaggedCache, fed: Sequence[list[int]], starts: Sequence[int],
+        trees: Sequence[Shape] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """One pass of both rows; logits [2, S, V]."""
+        runner, shapes = self.runner, self._shapes(cache.capacity)
+        counts = [len(ids) for ids in fed]
+        width = shapes.width(max(counts))
+        tokens = to_device([ids + [0] * (width - len(ids)) for ids in fed], runner.device)
+        where: Any = None
+        if trees is not None:
+            columns = [range(count) for count in counts]
+            where = tree_pass(trees, columns, width, starts, runner.device)
+        # As prefill: compiled code is made for passes that come again.
+        keep = width if max(counts) > 1 else 0
+        return runner.step(cache, shapes, tokens, starts, counts, keep=keep, tree=where).logits
+
+    def _shapes(self, capacity: int) -> Shapes:
+        return Shapes.choose(self.runner.device, False, capacity)
+
+
+def _relative(found: Tensor, wanted: Tensor) -> float:
+    return float((found.float().to(wanted.device) - wanted).norm() / wanted.norm().clamp(min=1e-6))

@@ -1,0 +1,265 @@
+"""Plots of a results table: rows, a pyarrow Table, a Parquet file or an ablation's folder -> a matplotlib Figure.
+
+Figures are made without pyplot: nothing is shown, no backend is chosen and no global state is kept. Curves with
+intervals have them over prompts (research/bootstrap.py). A table without rows, without the columns that a plot needs,
+or whose rows all failed is a SpecdecError that says so.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from specdec.config import check_whole
+from specdec.errors import SpecdecError
+from specdec.research.ablation.plot_table import PAIRED, ROUNDS, of_table
+from specdec.research.ablation.summary import (
+    by_setting,
+    measured_costs,
+    paired,
+    references,
+    setting_figures,
+    theoretical_speedup,
+)
+from specdec.research.ablation.table import Row
+from specdec.research.bootstrap import ratio
+from specdec.stats import RoundRecord
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+LEAST_TESTED = 5  # tokens behind a point that is drawn
+TIME_BINS, CONTEXT_BINS = 12, 8
+FEW = 5  # entries of a legend inside the axes
+THEORY_POINTS = 256  # at most, of a theory's line
+
+
+@of_table(*ROUNDS, "reached", "tested")
+def acceptance_by_position(rows: list[Row]) -> Figure:
+    """Share of the tested drafts that stood, by position in the draft, one line a setting, 95 % intervals."""
+    figure, axes = _figure("position in the draft", "acceptance of a tested token")
+    for name, group in _drafting(rows).items():
+        points = []
+        for i in range(max(len(r["tested"]) for r in group)):
+            counts = _by_prompt([(r["prompt"], _at(r["reached"], i), _at(r["tested"], i)) for r in group])
+            if sum(counts[1]) >= LEAST_TESTED:
+                points.append((i + 1, ratio(*counts)))
+        _line(axes, name, points)
+    axes.set_ylim(0, 1.02)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    return _finished(figure, axes)
+
+
+@of_table(*ROUNDS, "acceptance_histogram")
+def accepted_length_histogram(rows: list[Row]) -> Figure:
+    """Share of the drafted rounds by the number of drafts that stood."""
+    figure, axes = _figure("accepted drafts of a round", "share of drafted rounds")
+    groups = _drafting(rows)
+    width = 0.8 / max(1, len(groups))
+    for index, (name, group) in enumerate(groups.items()):
+        longest = max(len(r["acceptance_histogram"]) for r in group)
+        counts = np.array([[_at(r["acceptance_histogram"], i) for i in range(longest)] for r in group]).sum(axis=0)
+        places = np.arange(longest) + (index - (len(groups) - 1) / 2) * width
+        axes.bar(places, counts / max(1, counts.sum()), width, label=name)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    return _finished(figure, axes)
+
+
+@of_table(*PAIRED)
+def speedup_against_k(rows: list[Row]) -> Figure:
+    """Measured speed-up over plain decoding, prefill left out, against the axis `k`, with intervals; beside it, as a
+    dashed line, what theory gives for the acceptance, costs and share of drafted rounds measured at the middle k."""
+    groups = by_setting(rows)
+    curves: dict[str, list[tuple[int, Any]]] = defaultdict(list)
+    for setting, group in groups.items():
+        if group[0]["drafts"] and group[0].get("k") is not None:
+            check_whole("the column k", group[0]["k"], 1)
+            found = setting_figures(group, rows)
+            name = " ".join(part for part in setting.split() if not part.startswith("k="))
+            if found.get("decode_speedup") is not None:
+                curves[name].append((group[0]["k"], found))
+    if not curves:
+        raise SpecdecError("the results table has no drafting setting with an axis k and plain rows beside it")
+    figure, axes = _figure("draft length k", "speed-up over plain decoding")
+    for name, points in curves.items():
+        points.sort(key=lambda point: point[0])
+        line = _line(axes, name, [(k, found["decode_speedup"]) for k, found in points])
+        costs = points[len(points) // 2][1]["costs"]
+        if costs is not None:
+            ks = _lengths(points[-1][0])
+            axes.plot(ks, [theoretical_speedup(costs, k) for k in ks], "--", color=line.get_color(), alpha=0.6)
+    axes.plot([], [], "--", color="grey", label="theory")
+    axes.axhline(1.0, color="grey", linewidth=0.8)
+    return _finished(figure, axes)
+
+
+@of_table(*ROUNDS, *PAIRED)
+def cost_acceptance_pareto(rows: list[Row]) -> Figure:
+    """Tokens a round against the cost of a round in plain passes. A line from the origin is one speed-up; settings that
+    no other one beats in both are diamonds."""
+    points = []
+    for name, group in _drafting(rows).items():
+        mine, plain = paired(group, references(group, rows))
+        costs = measured_costs(mine, plain) if mine else None
+        if costs is not None:
+            cost = 1 + costs["length"] * costs["draft_cost"] + costs["width_cost"]
+            points.append((name, cost, costs["tokens_per_round"]))
+    if not points:
+        raise SpecdecError("the results table has no drafting setting with plain rows beside it")
+    figure, axes = _figure("cost of a round in plain passes", "tokens a round")
+    widest = max(cost for _, cost, _ in points) * 1.08
+    for gain in (0.5, 1.0, 1.5, 2.0, 3.0):
+        axes.plot([0, widest], [0, gain * widest], color="lightgrey", linewidth=0.8, zorder=0)
+        axes.annotate(f"{gain:g}x", (0.98 * widest, 0.98 * gain * widest), color="grey", fontsize=8, clip_on=True)
+    for name, cost, gain in points:
+        beaten = any(c <= cost and g >= gain and (c, g) != (cost, gain) for _, c, g in points)
+        axes.scatter([cost], [gain], s=45, label=name, marker="o" if beaten else "D")
+    axes.set_xlim(min(0.9, *(c for _, c, _ in points)) * 0.95, widest)
+    axes.set_ylim(0.9, max(g for _, _, g in points) * 1.1)
+    return _finished(figure, axes)
+
+
+@of_table(*ROUNDS, "prompt_tokens", "records")
+def context_curve(rows: list[Row]) -> Figure:
+    """Acceptance of a tested token against the length of the text before its round, in bins of equal counts."""
+    figure, axes = _figure("tokens before the round", "acceptance of a tested token")
+    for name, group in _drafting(rows).items():
+        rounds = [entry for row in group for entry in round_contexts(row)]
+        edges = np.unique(np.quantile([at for at, _, _ in rounds], np.linspace(0, 1, CONTEXT_BINS + 1)))
+        points = []
+        for low, high in zip(edges, [*edges[1:-1], np.inf], strict=False):
+            counts = _by_prompt([(r["prompt"], *_sums(round_contexts(r), low, high)) for r in group])
+            if sum(counts[1]) >= LEAST_TESTED:
+                middle = float(np.mean([at for at, _, _ in rounds if low <= at < high]))
+                points.append((middle, ratio(*counts)))
+        _line(axes, name, points)
+    axes.set_ylim(0, 1.02)
+    return _finished(figure, axes)
+
+
+@of_table(*ROUNDS, "generated_tokens", "records")
+def strategy_share_over_time(rows: list[Row], setting: str | None = None) -> Figure:
+    """Where the tokens of a text come from: share of the generated tokens by strategy, along the text. setting: None =
+    the first one with more than one strategy, else the first that drafts."""
+    groups = _drafting(rows)
+    if setting is not None and setting not in groups:
+        raise SpecdecError(f"no drafting setting {setting!r}; known: {', '.join(groups)}")
+    several = (name for name, rows in groups.items() if len({s for r in rows for s, *_ in r["records"] if s}) > 1)
+    chosen = setting or next(several, next(iter(groups)))
+    longest = max(r["generated_tokens"] for r in groups[chosen])
+    bins = min(TIME_BINS, max(1, longest))
+    counts: dict[str, np.ndarray] = {}
+    for row in groups[chosen]:
+        at = 0
+        for record in (RoundRecord(*r) for r in row["records"]):
+            for offset in range(record.tokens):
+                name = (record.strategy or "target") if offset < record.accepted else "target"
+                counts.setdefault(name, np.zeros(bins))[min(bins - 1, (at + offset) * bins // longest)] += 1
+            at += record.tokens
+    total = np.sum(list(counts.values()), axis=0)
+    figure, axes = _figure("generated token", f"share of the tokens: {chosen}")
+    middles = (np.arange(bins) + 0.5) * longest / bins
+    names = sorted(counts, key=lambda n: n == "target")
+    axes.stackplot(middles, *(counts[n] / np.maximum(1, total) for n in names), labels=names, alpha=0.85)
+    axes.set_ylim(0, 1)
+    return _finished(figure, axes)
+
+
+PLOTS: dict[str, Callable[[Any], Figure]] = {
+    "Acceptance by position": acceptance_by_position,
+    "Accepted length": accepted_length_histogram,
+    "Speed-up against k": speedup_against_k,
+    "Cost and gain of a round": cost_acceptance_pareto,
+    "Acceptance against context length": context_curve,
+    "Strategies along the text": strategy_share_over_time,
+}
+
+
+def round_contexts(row: Mapping[str, Any]) -> list[tuple[int, int, int]]:
+    """The drafted rounds of a row: (tokens before the round, accepted, tested)."""
+    found, at = [], int(row["prompt_tokens"])
+    for record in (RoundRecord(*r) for r in row["records"]):
+        if record.drafted:
+            found.append((at, record.accepted, sum(record.tested(i) for i in range(record.depth))))
+        at += record.tokens
+    return found
+
+
+def _lengths(longest: int) -> list[int]:
+    """Draft lengths from 1 on, at most `THEORY_POINTS` of them, the longest included."""
+    if longest <= THEORY_POINTS:
+        return list(range(1, longest + 1))
+    return [1 + (longest - 1) * i // (THEORY_POINTS - 1) for i in range(THEORY_POINTS)]
+
+
+def _sums(rounds: Sequence[tuple[int, int, int]], low: float, high: float) -> tuple[int, int]:
+    inside = [(accepted, tested) for at, accepted, tested in rounds if low <= at < high]
+    return sum(a for a, _ in inside), sum(t for _, t in inside)
+
+
+def _drafting(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """The settings that drafted anything, failed rows left out. Raises SpecdecError where there is none."""
+    sound = [r for r in rows if r["status"] == "ok" and r["drafts"]]
+    groups = {name: rows for name, rows in by_setting(sound).items() if any(r["drafted_rounds"] for r in rows)}
+    if not groups:
+        raise SpecdecError("the results table has no row with a draft")
+    return groups
+
+
+def _by_prompt(counts: Sequence[tuple[str, float, float]]) -> tuple[list[float], list[float]]:
+    """Two counts of each row, summed over the rows of each prompt."""
+    sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for prompt, top, bottom in counts:
+        sums[prompt][0] += top
+        sums[prompt][1] += bottom
+    return [a for a, _ in sums.values()], [b for _, b in sums.values()]
+
+
+def _at(values: Sequence[float] | None, index: int) -> float:
+    return values[index] if values is not None and index < len(values) else 0
+
+
+def _figure(x: str, y: str) -> tuple[Figure, Any]:
+    try:
+        from matplotlib import colormaps
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise SpecdecError("plots need the package matplotlib: install specdec[research]") from None
+    figure = Figure(figsize=(7.0, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.grid(alpha=0.25)
+    axes.set_prop_cycle(color=[colormaps[name](i) for name, n in (("tab10", 10), ("Dark2", 8)) for i in range(n)])
+    return figure, axes
+
+
+def _line(axes: Any, name: str, points: Sequence[tuple[float, Any]]) -> Any:
+    """A line with error bars; points are (x, Interval or its dict)."""
+    intervals = [(x, i if isinstance(i, Mapping) else i.to_dict()) for x, i in points]
+    drawn = [(x, i) for x, i in intervals if i["value"] is not None]
+    values = [i["value"] for _, i in drawn]
+    low = [max(0.0, i["value"] - (i["value"] if i["low"] is None else i["low"])) for _, i in drawn]
+    high = [max(0.0, (i["value"] if i["high"] is None else i["high"]) - i["value"]) for _, i in drawn]
+    return axes.errorbar([x for x, _ in drawn], values, yerr=[low, high], marker="o", capsize=3, label=name)[0]
+
+
+def _finished(figure: Figure, axes: Any) -> Figure:
+    # A name that begins with an underscore would be left out of the legend, and `$` would be read as mathematics.
+    handles, labels = axes.get_legend_handles_labels()
+    shown = [label.replace("$", r"\$") for label in labels]
+    if len(labels) > FEW:
+        figure.set_figwidth(figure.get_figwidth() + 2.5)
+        figure.legend(handles, shown, fontsize=7, loc="outside right upper")
+    elif labels:
+        axes.legend(handles, shown, fontsize=8)
+    return figure
+
+
+__all__ = [
+    "PLOTS", "acceptance_by_position", "accepted_length_histogram", "context_curve", "cost_acceptance_pareto",
+    "speedup_against_k", "strategy_share_over_time",
+]  # fmt: skip

@@ -1,0 +1,1 @@
+"""Models for experiments: SmolLM2, widened models, pairs made from distributions."""

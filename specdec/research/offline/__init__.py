@@ -1,0 +1,1 @@
+"""Estimates from recorded texts, without decoding again."""

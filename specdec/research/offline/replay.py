@@ -1,0 +1,113 @@
+"""Replay of strategies on text that is already there: acceptance without any model.
+
+Under greedy decoding (and under seeded `match` or `coupled` sampling) a model's text does not depend on the drafter:
+in every round the longest common prefix of the draft and the text is what would have been accepted. A strategy that
+looks at nothing but token ids can therefore be measured on kept texts, exactly and in milliseconds a text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from specdec.drafters import make_drafters
+from specdec.drafters.base import DraftContext, DraftRequest
+from specdec.drafters.chain import Chain, build_chain
+from specdec.drafters.costs import CostTable
+from specdec.drafters.length import LengthController, unlimited
+from specdec.errors import SpecdecError
+from specdec.models.kv_cache import common_prefix
+from specdec.models.runner import Shapes
+from specdec.stats import RoundRecord
+
+
+@dataclass(frozen=True)
+class Text:
+    """A prompt and what a model wrote after it, as ids (int64)."""
+
+    id: str
+    category: str
+    prompt: np.ndarray
+    output: np.ndarray
+
+
+def save_texts(
+    path: Path, ids: Sequence[str], categories: Sequence[str], prompts: Sequence[Sequence[int]],
+    outputs: Sequence[Sequence[int]],
+) -> None:  # fmt: skip
+    """Write texts to a compressed .npz file: flat int32 arrays of ids, and how many belong to each text."""
+    arrays: dict[str, Any] = {}
+    for name, rows in (("prompts", prompts), ("outputs", outputs)):
+        arrays[name] = np.array([t for row in rows for t in row], np.int32)
+        arrays[f"{name}_sizes"] = np.array([len(row) for row in rows], np.int32)
+    np.savez_compressed(path, ids=np.array(ids), categories=np.array(categories), **arrays)
+
+
+def load_texts(path: str | Path) -> list[Text]:
+    """Read a file of `save_texts`. Raises SpecdecError for another file."""
+    try:
+        with np.load(path, allow_pickle=False) as data:
+            prompts = np.split(data["prompts"].astype(np.int64), np.cumsum(data["prompts_sizes"])[:-1])
+            outputs = np.split(data["outputs"].astype(np.int64), np.cumsum(data["outputs_sizes"])[:-1])
+            return [
+                Text(str(i), str(c), prompt, output)
+                for i, c, prompt, output in zip(data["ids"], data["categories"], prompts, outputs, strict=True)
+            ]
+    except (OSError, ValueError, KeyError) as error:
+        raise SpecdecError(f"{path} is not a file of texts: {error}") from None
+
+
+def model_free_chain(strategies: Any, longest: int, costs: CostTable | None = None) -> Chain:
+    """A fresh chain of strategies that read ids only, for texts of up to `longest` tokens; costs: with automatic
+    length, as on a CPU."""
+    drafters = make_drafters(strategies, has_draft=False)
+    for drafter in drafters:
+        if drafter.name in ("draft-model", "eagle3", "early-exit"):
+            raise SpecdecError(f"strategy {drafter.name!r} needs a model: it cannot be replayed on ids")
+    context = DraftContext(batch=1, capacity=longest, vocab_size=1 << 31, separate=True)
+    if costs is None:
+        return build_chain(drafters, context)
+    shapes = Shapes.choose(torch.device("cpu"), False, longest)
+    chain = build_chain([unlimited(d, shapes.verify_width - 1) for d in drafters], context)
+    chain.lengths = LengthController(chain.drafters, [True] * len(drafters), costs, shapes, 1, free=True)
+    return chain
+
+
+def replayed_seconds(chain: Chain, prompt: np.ndarray, records: Sequence[RoundRecord], costs: CostTable) -> float:
+    """What the rounds of a replay would take at batch 1, prefill left out; `chain`: fresh before it, for its calls."""
+    seconds, size = 0.0, len(prompt)
+    for record in records:
+        seconds += costs.seconds("target", 1, size - 1, 1 + record.drafted) + costs.round
+        size += record.tokens
+    calls = zip(chain.labels, chain.drafters, strict=True)
+    return seconds + sum(chain.counters[label].n_call_draft * costs.call(d.name) for label, d in calls)
+
+
+def replay(chain: Chain, prompt: np.ndarray, output: np.ndarray, n_max: int = 0, row: int = 0) -> list[RoundRecord]:
+    """The rounds of decoding `output` after `prompt` with this chain, as the engine would run them.
+
+    chain: keeps its state, as within one call; n_max: most tokens a round drafts (<= 0: no limit but the text's end).
+    A round emits its accepted tokens and one more, and the last one must not draft past the end.
+    """
+    ids = np.concatenate([prompt, output])
+    size, records = len(prompt), []
+    chain.begin(row, ids[: size - 1])
+    while size < len(ids):
+        room = len(ids) - size - 1
+        limit = min(room, n_max) if n_max > 0 else room
+        drafted: list[int] = []
+        strategy = None
+        if limit > 0:
+            request = DraftRequest(row, ids[: size - 1], int(ids[size - 1]), limit, size - 1)
+            [draft] = chain.draft([request])
+            drafted, strategy = [int(t) for t in draft.tokens], draft.drafter or None
+        accepted = common_prefix(ids[size:], np.array(drafted, dtype=np.int64))
+        chain.accept(row, accepted)
+        records.append(RoundRecord(strategy, len(drafted), accepted))
+        size += accepted + 1
+    return records

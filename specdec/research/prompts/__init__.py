@@ -1,0 +1,1 @@
+"""Prompt sets: what they are, and where they come from."""

@@ -1,0 +1,1 @@
+"""Traces: every round of a run, as files, tables and pages."""

@@ -1,0 +1,292 @@
+"""Acceptance analysis: how often the drafted tokens of a trace stood, how often they should have, and what it hangs on.
+
+Two definitions stand side by side. *Conditional*: accepted / tested, where a token behind a rejected one is not tested;
+this is the `a` of specdec.theory. *Unconditional*: accepted / drafted, which also falls with the draft's length.
+
+*Expected* is the probability, given everything before, that a token proposed there stands: 1 - TV(p, q) under
+`leviathan`, the overlap of the coupled draws under `coupled`, p of the token where a draft claims no q, and 0 or 1 in
+greedy runs. Acceptance minus expectation is a sum of martingale differences along the run, so that
+
+    z = sum (accepted - expected) / sqrt(sum expected (1 - expected))
+
+is about standard normal for any rule that accepts as it claims to: |z| > 4 means a fault, not bad luck.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from specdec.decoding.result import Round
+from specdec.errors import SpecdecError
+from specdec.research.bootstrap import Interval, ratio
+from specdec.research.traces.trace import Trace, record
+
+ENTROPY_EDGES = (0.1, 0.5, 1.0, 2.0, 4.0)  # nats
+SHORTEST = 512  # where the context-length bins, and the curve, begin
+
+
+@dataclass(frozen=True)
+class DraftedToken:
+    """One drafted token. position: place in the draft from 1, of a tree the depth; context: tokens before it; tested:
+    all before it stood, and of a tree no earlier sibling did; expected, tv, entropy (of p, nats), rank: None where
+    unknown."""
+
+    row: int
+    strategy: str
+    position: int
+    context: int
+    token: int
+    text: str
+    category: str
+    tested: bool
+    accepted: bool
+    p: float
+    q: float | None
+    tv: float | None
+    expected: float | None
+    entropy: float | None
+    rank: int | None
+
+
+def drafted_tokens(
+    trace: Trace, rows: Iterable[int] | None = None, strategies: Iterable[str] | None = None
+) -> list[DraftedToken]:
+    """Every drafted token of a trace, or of some of its rows and strategies."""
+    chosen = {id(r) for r in trace.select(rows, strategies)}
+    found: list[DraftedToken] = []
+    for r, before in zip(trace.rounds, trace.drafted_before(), strict=True):
+        if id(r) in chosen:
+            found += _tokens_of(trace, r, before)
+    return found
+
+
+def _tokens_of(trace: Trace, r: Round, before: int) -> Iterator[DraftedToken]:
+    parents = range(-1, len(r.draft) - 1) if r.parents is None else r.parents
+    path = list(range(r.accepted)) if r.path is None else r.path
+    depths: list[int] = []
+    decided: set[int] = set()  # nodes one of whose children has stood
+    d = r.details
+    for node, parent in enumerate(parents):
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+        tested = parent in (-1, *path) and parent not in decided
+        if node in path:
+            decided.add(parent)
+        column = parent + 1
+        yield DraftedToken(
+            row=r.row, strategy=r.strategy or "", position=before + depths[node], context=r.position + depths[node],
+            token=r.draft[node], text=trace.text_of(r.draft[node]), category=trace.rows[r.row].category, tested=tested,
+            accepted=node in path, p=r.p[node], q=None if r.q is None else r.q[node],
+            tv=None if d is None or d.tv is None else d.tv[node], expected=None if d is None else d.expected[node],
+            entropy=d.entropy[column] if d is not None and column < len(d.entropy) else None,
+            rank=None if d is None else d.rank[node],
+        )  # fmt: skip
+
+
+def token_class(text: str) -> str:
+    """`special`, `blank`, `number`, `word` (starts one), `part` (goes on with one), `punctuation`, `bytes` (part of a
+    character) or `mixed`."""
+    body = text.strip()
+    if text.startswith("<") and text.endswith(">") and len(text) > 2 and " " not in text:
+        return "special"
+    if not body:
+        return "blank"
+    if "\ufffd" in body:
+        return "bytes"
+    if body.isdigit():
+        return "number"
+    if all(c in string.punctuation or not (c.isalnum() or c.isspace()) for c in body):
+        return "punctuation"
+    if body.replace("'", "").replace("_", "").isalpha():
+        return "word" if text[0].isspace() else "part"
+    return "mixed"
+
+
+def _bin(value: float | None, edges: Sequence[float]) -> str:
+    if value is None:
+        return "unknown"
+    above = [e for e in edges if value < e]
+    below = [e for e in edges if value >= e]
+    if not below:
+        return f"< {edges[0]:g}"
+    return f"{below[-1]:g} - {above[0]:g}" if above else f">= {below[-1]:g}"
+
+
+# What tokens can be grouped by; bins are texts whose order is that of their tokens' values.
+DIMENSIONS: dict[str, Callable[[DraftedToken], Any]] = {
+    "strategy": lambda t: t.strategy,
+    "position": lambda t: t.position,
+    "entropy": lambda t: _bin(t.entropy, ENTROPY_EDGES),
+    "class": lambda t: token_class(t.text),
+    "context": lambda t: _octave(t.context),
+    "category": lambda t: t.category or "(none)",
+    "row": lambda t: t.row,
+}
+_ORDER: Mapping[str, Callable[[DraftedToken], Any]] = {
+    "entropy": lambda t: -1.0 if t.entropy is None else t.entropy,
+    "context": lambda t: t.context,
+}
+
+
+def _octave(context: int) -> str:
+    if context < SHORTEST:
+        return f"< {SHORTEST}"
+    low = SHORTEST << ((context // SHORTEST).bit_length() - 1)
+    return f"{low} - {2 * low}"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Acceptance of some drafted tokens. key: one value a dimension; expected: mean over the tested tokens whose
+    expectation is known; tv: mean TV(p, q) over all drafted tokens where it is known; low, high: 95 % interval of
+    `conditional`, from resampled rows (None with one row); z: see the module."""
+
+    key: tuple[Any, ...]
+    drafted: int
+    tested: int
+    accepted: int
+    conditional: float | None
+    unconditional: float | None
+    expected: float | None
+    tv: float | None
+    low: float | None
+    high: float | None
+    z: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return asdict(self)
+
+
+def analyse(
+    trace: Trace | Sequence[DraftedToken],
+    by: Sequence[str] = (),
+    rows: Iterable[int] | None = None,
+    strategies: Iterable[str] | None = None,
+    seed: int = 0,
+) -> list[Group]:
+    """Acceptance by any combination of `DIMENSIONS`, in their order; `by=()` gives one group of everything.
+
+    Args:
+        trace: a trace, or tokens of several (`drafted_tokens`).
+        rows, strategies: of a trace, only these.
+        seed: of the bootstrap.
+
+    Raises:
+        SpecdecError: an unknown dimension, row or strategy.
+    """
+    for name in by:
+        if name not in DIMENSIONS:
+            raise SpecdecError(f"by: unknown dimension {name!r}; known: {', '.join(DIMENSIONS)}")
+    tokens = drafted_tokens(trace, rows, strategies) if isinstance(trace, Trace) else list(trace)
+    groups: dict[tuple[Any, ...], list[DraftedToken]] = {}
+    for token in tokens:
+        groups.setdefault(tuple(DIMENSIONS[name](token) for name in by), []).append(token)
+
+    def rank(key: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(min(map(_ORDER[n], groups[key])) if n in _ORDER else v for n, v in zip(by, key, strict=True))
+
+    return [_group(key, groups[key], seed) for key in sorted(groups, key=rank)]
+
+
+def _group(key: tuple[Any, ...], tokens: Sequence[DraftedToken], seed: int) -> Group:
+    tested = [t for t in tokens if t.tested]
+    known = [t for t in tested if t.expected is not None]
+    accepted = sum(t.accepted for t in tokens)
+    expected = np.array([t.expected for t in known], np.float64)
+    spread = float(np.sqrt((expected * (1 - expected)).sum()))
+    excess = sum(t.accepted for t in known) - float(expected.sum())
+    distances = [t.tv for t in tokens if t.tv is not None]
+    found = _interval(tested, seed)
+    return Group(
+        key, len(tokens), len(tested), accepted, accepted / len(tested) if tested else None,
+        accepted / len(tokens) if tokens else None, float(expected.mean()) if known else None,
+        float(np.mean(distances)) if distances else None, found.low, found.high,
+        excess / spread if spread > 0 else None,
+    )  # fmt: skip
+
+
+def _interval(tested: Sequence[DraftedToken], seed: int) -> Interval:
+    """Of the share of these tokens that stood. Tokens of one row depend on each other: whole rows are drawn."""
+    counts: dict[int, list[int]] = {}
+    for t in tested:
+        own = counts.setdefault(t.row, [0, 0])
+        own[0] += t.accepted
+        own[1] += 1
+    accepted, of = ([counts[row][i] for row in sorted(counts)] for i in range(2))
+    return ratio(accepted, of, seed=seed) if counts else Interval(None)
+
+
+@dataclass(frozen=True)
+class Position:
+    """Both definitions at one draft position (from 1), as `Stats` defines them. tested: rounds that tested it; reached:
+    rounds that accepted it; conditional = reached / tested; unconditional = reached / drafted rounds."""
+
+    position: int
+    tested: int
+    reached: int
+    conditional: float
+    unconditional: float
+
+
+def by_position(trace: Trace, strategies: Iterable[str] | None = None) -> list[Position]:
+    """Conditional and unconditional acceptance by draft position; positions that no round tested have no entry."""
+    tokens = drafted_tokens(trace, strategies=strategies)
+    chosen = {id(r) for r in trace.select(strategies=strategies)}
+    begun = zip(trace.rounds, trace.drafted_before(), strict=True)
+    rounds = sum(id(r) in chosen and bool(r.draft) and before == 0 for r, before in begun)
+    found = []
+    for position in sorted({t.position for t in tokens if t.tested}):
+        here = [t for t in tokens if t.position == position and t.tested]
+        # A level of a tree tests several siblings and counts once: which of them stood does not matter here.
+        tested = len({(t.row, t.context) for t in here})
+        reached = sum(t.accepted for t in here)
+        found.append(Position(position, tested, reached, reached / tested, reached / rounds))
+    return found
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """The context-sensitivity curve at one length. context: prompt tokens; overall: the group of all drafted tokens."""
+
+    context: int
+    tokens_per_round: float
+    overall: Group
+
+
+def context_curve(
+    decoder: Any, ids: Sequence[int], lengths: Sequence[int] | None = None, anchors: int = 4, new_tokens: int = 32,
+    **options: Any,
+) -> list[CurvePoint]:  # fmt: skip
+    """Acceptance against context length: the same places of one long text, continued from more and more of what is
+    before them.
+
+    Args:
+        decoder: a decoder whose strategies draft.
+        ids: one text, at least as long as the longest length.
+        lengths: tokens of context; None = 512, 1024, ... as far as text and the target's context allow.
+        anchors: how many places, spread evenly over those that have the longest length before them.
+        new_tokens: tokens generated at each place.
+        options: of `record`.
+
+    Raises:
+        SpecdecError: a text that is too short for any or for the largest of the lengths.
+    """
+    room = min(len(ids), decoder.target.context - new_tokens)
+    if lengths is None:
+        lengths = [n for n in (SHORTEST << i for i in range(32)) if n <= room]
+    if not lengths or max(lengths) > room or min(lengths) < 1:
+        wanted = f"lengths up to {max(lengths)} do" if lengths else f"a length of {SHORTEST} does"
+        raise SpecdecError(f"context_curve: {wanted} not fit: text and context leave room for {room} tokens")
+    ends = np.unique(np.linspace(max(lengths), len(ids), anchors).astype(int)).tolist()
+    points = []
+    for n in sorted(lengths):
+        prompts = [list(ids[end - n : end]) for end in ends]
+        trace = record(decoder, prompts, new_tokens, **options)
+        [overall] = analyse(trace) or [_group((), [], 0)]
+        points.append(CurvePoint(n, trace.stats["tokens_per_round"], overall))
+    return points

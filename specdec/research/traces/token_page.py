@@ -1,0 +1,249 @@
+"""The token page: a trace as one HTML file in which every token shows where it came from.
+
+Accepted drafts have their strategy's colour, the target's own tokens are plain, and rejected drafts are struck out at
+the place where they were proposed. Hovering over a token, or reaching it with the keyboard, shows p, q, rank, expected
+acceptance and the best tokens of both laws. The filters choose rows and strategies.
+
+The file needs no network and allows none: its content policy permits the one script and the one style sheet in it, by
+their hashes, so that text which escaped the escaping could still not run. Every text is data of an attribute or the
+content of an element, never of the script.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Iterator, Sequence
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from specdec.decoding.result import Round
+
+if TYPE_CHECKING:
+    from specdec.research.traces.trace import Trace
+
+COLOURS = 6  # strategies with a colour of their own; later ones start again
+
+STYLE = """
+:root { color-scheme: light; font: 15px/1.6 system-ui, sans-serif; }
+body { margin: 0; padding: 1rem 1.5rem 9rem; color: #1c1e21; background: #fff; }
+h1 { font-size: 1.25rem; margin: 0 0 .25rem; }
+h2 { font-size: .95rem; margin: 1.25rem 0 .25rem; color: #555; }
+.facts, form { color: #555; margin: .25rem 0; }
+form label { margin-right: 1rem; }
+.text { white-space: pre-wrap; overflow-wrap: anywhere; font: 14px/1.9 ui-monospace, monospace; }
+.prompt { color: #888; }
+.t, .d { border-radius: 3px; padding: 1px 0; outline-offset: 1px; }
+.t + .t { border-left: 1px solid #fff; }
+.t:hover, .t:focus, .d:hover, .d:focus { outline: 2px solid #333; }
+.d { text-decoration: line-through; color: #a11; opacity: .7; font-size: .85em; margin: 0 1px; }
+.d.untested { opacity: .45; }
+.s0 { background: #bfe3c0; } .s1 { background: #b9dcf2; } .s2 { background: #e5c8ef; }
+.s3 { background: #f6dfa4; } .s4 { background: #c9cdf6; } .s5 { background: #f5c3bd; }
+.off { background: none; opacity: .35; }
+.gone { display: none; }
+#panel { position: fixed; left: 0; right: 0; bottom: 0; max-height: 8.5rem; overflow: auto; margin: 0;
+  padding: .5rem 1.5rem; background: #f3f4f6; border-top: 1px solid #bbb; white-space: pre-wrap;
+  font: 13px/1.5 ui-monospace, monospace; }
+"""
+
+# Titles work without a script; with it, their text moves to the panel, which also keyboards and screens reach.
+SCRIPT = """
+"use strict";
+const panel = document.getElementById("panel");
+const tokens = document.querySelectorAll(".t, .d");
+for (const token of tokens) {
+  token.dataset.about = token.title;
+  token.removeAttribute("title");
+}
+function show(event) {
+  const token = event.target.closest(".t, .d");
+  if (token) panel.textContent = token.dataset.about;
+}
+document.addEventListener("mouseover", show);
+document.addEventListener("focusin", show);
+function filter() {
+  const row = document.getElementById("row").value;
+  for (const section of document.querySelectorAll("section"))
+    section.classList.toggle("gone", row !== "" && section.dataset.row !== row);
+  const rejected = document.getElementById("rejected").checked;
+  const chosen = new Set();
+  for (const box of document.querySelectorAll("input[name=strategy]")) if (box.checked) chosen.add(box.value);
+  for (const token of tokens) {
+    const on = chosen.has(token.dataset.by);
+    token.classList.toggle("off", !on);
+    if (token.classList.contains("d")) token.classList.toggle("gone", !on || !rejected);
+  }
+}
+document.getElementById("filters").addEventListener("change", filter);
+document.getElementById("filters").addEventListener("submit", (event) => event.preventDefault());
+"""
+
+OWN = "-"  # stands for the target in the strategies' filter
+
+
+def page(trace: Trace, title: str) -> str:
+    """The whole file."""
+    policy = f"default-src 'none'; style-src '{_hash(STYLE)}'; script-src '{_hash(SCRIPT)}'; base-uri 'none'"
+    body = "\n".join(_section(trace, i) for i in range(len(trace.rows)))
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<h1>{escape(title)}</h1>\n"
+        f'<p class="facts">{escape(_facts(trace))}</p>\n{_filters(trace)}\n{body}\n'
+        f'<pre id="panel">Hover over a token, or reach it with the Tab key.</pre>\n<script>{SCRIPT}</script>\n'
+        "</body>\n</html>\n"
+    )
+
+
+def frame(trace: Trace) -> str:
+    """The page inside a frame of its own, for notebooks: its style and script touch nothing around it."""
+    return (
+        f'<iframe sandbox="allow-scripts" width="100%" height="480" title="specdec trace" '
+        f'srcdoc="{escape(page(trace, "specdec trace"))}"></iframe>'
+    )
+
+
+def _hash(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+def _facts(trace: Trace) -> str:
+    stats, made = trace.stats, trace.provenance
+    settings = made.get("settings", {})
+    parts = [
+        f"{len(trace.rows)} rows", f"{stats['emitted_tokens']} tokens", f"{stats['rounds']} rounds",
+        f"{stats['tokens_per_round'] or 0:.2f} tokens per round", f"acceptance {settings.get('acceptance')}",
+        f"temperature {settings.get('temperature')}", f"seed {made.get('seed')}",
+        f"specdec {made.get('versions', {}).get('specdec')}",
+    ]  # fmt: skip
+    if made.get("lossy"):
+        parts.append("LOSSY: the acceptance rule changes the law of the text")
+    return " · ".join(parts)
+
+
+def _filters(trace: Trace) -> str:
+    boxes = [
+        f'<label><input type="checkbox" name="strategy" value="{escape(name)}" checked> '
+        f'<span class="s{i % COLOURS}">{escape(name)}</span></label>'
+        for i, name in enumerate(trace.strategies)
+    ]
+    boxes.append(f'<label><input type="checkbox" name="strategy" value="{OWN}" checked> the target itself</label>')
+    boxes.append('<label><input type="checkbox" id="rejected" checked> <del>rejected drafts</del></label>')
+    options = "".join(f'<option value="{i}">{i} {escape(row.id)}</option>' for i, row in enumerate(trace.rows))
+    rows = f'<label>row <select id="row"><option value="">all</option>{options}</select></label>'
+    return f'<form id="filters">{rows} {"".join(boxes)}</form>'
+
+
+def _section(trace: Trace, index: int) -> str:
+    row = trace.rows[index]
+    about = " · ".join(part for part in (f"row {index}", row.id, row.category, row.finish_reason) if part)
+    prompt = row.prompt_text or " ".join(trace.text_of(t) for t in row.prompt)
+    spans = "".join(_spans(trace, index))
+    return (
+        f'<section data-row="{index}"><h2>{escape(about)}</h2>'
+        f'<div class="text"><span class="prompt">{escape(prompt)}</span>{spans}</div></section>'
+    )
+
+
+def _spans(trace: Trace, index: int) -> Iterator[str]:
+    """The row's tokens in order, rejected drafts in front of the token that took their place."""
+    row, at = trace.rows[index], 0
+    colour = {name: i % COLOURS for i, name in enumerate(trace.strategies)}
+    for r, before in zip(trace.rounds, trace.drafted_before(), strict=True):
+        if r.row != index:
+            continue
+        path = list(range(r.accepted)) if r.path is None else r.path
+        by = escape(r.strategy or "")
+        kind = f"s{colour[r.strategy]}" if r.strategy is not None else ""
+        for j, token in enumerate(r.tokens):
+            if j == r.accepted:
+                yield from _rejected(trace, r, path, before, kind)
+            text = row.pieces[at] if at < len(row.pieces) else trace.text_of(token)
+            if j < r.accepted:
+                about = _about(trace, r, path[j], before, "accepted")
+                yield _span("span", f"t {kind}", by, about, text)
+            else:
+                yield _span("span", "t", OWN, _about_own(trace, r, j), text)
+            at += 1
+        if len(r.tokens) <= r.accepted and not r.is_continued:
+            yield from _rejected(trace, r, path, before, kind)
+
+
+def _span(tag: str, kind: str, by: str, about: str, text: str) -> str:
+    line_end = "⏎\n" if tag == "span" else "⏎"  # what was rejected breaks no line
+    shown = escape(text).replace("\n", line_end) or "·"
+    return f'<{tag} class="{kind}" data-by="{by}" tabindex="0" title="{escape(about)}">{shown}</{tag}>'
+
+
+def _rejected(trace: Trace, r: Round, path: Sequence[int], before: int, kind: str) -> Iterator[str]:
+    for node, token in enumerate(r.draft):
+        if node in path:
+            continue
+        tested = _parent(r, node) in (-1, *path)
+        verdict = "rejected" if tested else "behind a rejected token: not tested"
+        about = _about(trace, r, node, before, verdict)
+        classes = f"d {kind}" if tested else f"d untested {kind}"
+        yield _span("del", classes, escape(r.strategy or ""), about, trace.text_of(token))
+
+
+def _parent(r: Round, node: int) -> int:
+    return node - 1 if r.parents is None else r.parents[node]
+
+
+def _depth(r: Round, node: int) -> int:
+    depth = 1
+    while (node := _parent(r, node)) >= 0:
+        depth += 1
+    return depth
+
+
+def _about(trace: Trace, r: Round, node: int, before: int, verdict: str) -> str:
+    """What the page says of a drafted token."""
+    token = r.draft[node]
+    place = f"draft position {before + _depth(r, node)}" + (f", node {node}" if r.parents is not None else "")
+    lines = [f"{trace.text_of(token)!r} (id {token}), proposed by {r.strategy}, {place}: {verdict}"]
+    numbers = [f"p {r.p[node]:.4g}"]
+    if r.q is not None:
+        numbers.append(f"q {r.q[node]:.4g}")
+    d = r.details
+    if d is None:
+        return "\n".join([*lines, ", ".join(numbers)])
+    numbers[0] += f" (rank {d.rank[node] + 1})"
+    if d.tv is not None:
+        numbers.append(f"TV(p, q) {d.tv[node]:.3f}")
+    expected = d.expected[node]
+    if expected is not None:
+        numbers.append(f"expected acceptance {expected:.3f}")
+    lines += [", ".join(numbers), *_law(trace, r, _parent(r, node) + 1)]
+    if d.draft_top_ids is not None and d.draft_top is not None:
+        lines.append(f"draft's best: {_best(trace, d.draft_top_ids[node], d.draft_top[node])}")
+    return "\n".join(lines)
+
+
+def _about_own(trace: Trace, r: Round, j: int) -> str:
+    """What the page says of the target's own token."""
+    token = r.tokens[j]
+    why = "no draft"
+    if r.draft:
+        why = "after the whole draft" if r.accepted == len(r.draft) else "in place of the rejected draft"
+    lines = [f"{trace.text_of(token)!r} (id {token}), the target's own: {why}"]
+    d = r.details
+    if d is not None:
+        lines.append(f"p {d.emitted_p[j]:.4g} (rank {d.emitted_rank[j] + 1})")
+        lines += _law(trace, r, d.emitted_column[j])
+    return "\n".join(lines)
+
+
+def _law(trace: Trace, r: Round, column: int) -> list[str]:
+    """The target's law at a column, where it was recorded."""
+    d = r.details
+    if d is None or column >= len(d.entropy):
+        return []
+    best = _best(trace, d.top_ids[column], d.top[column])
+    return [f"entropy of p {d.entropy[column]:.3f} nats; target's best: {best}"]
+
+
+def _best(trace: Trace, ids: Sequence[int], values: Sequence[Any]) -> str:
+    return ", ".join(f"{trace.text_of(t)!r} {v:.3g}" for t, v in zip(ids, values, strict=True))
