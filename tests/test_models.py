@@ -43,7 +43,7 @@ def test_the_table_holds_every_outcome() -> None:
     versions = {"transformers": "5", "torch": "2", "specdec": "0"}
     block = models_block({"date": "today", "versions": versions, "rows": [asdict(row) for row in rows]})
     assert "of 4 types" in block
-    assert "| refused: is not supported: it takes no cache | `b`, `c` |" in block
+    assert "| refused: it takes no cache | `b`, `c` |" in block
     assert "| not built: ValueError: no | `d` |" in block
 
 

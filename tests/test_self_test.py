@@ -123,6 +123,16 @@ def test_right_models_pass_whatever_their_context(kind: str, context: int) -> No
         assert SpeculativeDecoder(model, attn_implementation=attention).target.tree_fault is None
 
 
+def test_a_context_that_is_not_stated_is_not_taken_for_endless() -> None:
+    """The neighbour far away must still be inside the table of positions."""
+    model = copy.deepcopy(tiny_model("llama", max_position_embeddings=64))
+    table = torch.arange(64.0)
+    rotary = model.model.rotary_emb
+    rotary.forward = lambda x, position_ids: type(rotary).forward(rotary, x, table[position_ids].long())
+    vars(model.config)["max_position_embeddings"] = None
+    SpeculativeDecoder(model)
+
+
 def test_the_self_test_takes_five_passes() -> None:
     model = tiny_model("llama")
     with counting_passes(model) as passes:

@@ -51,6 +51,7 @@ EXACT_WIDTH = 8
 EXACT_PREFILL = (64, 128, 192, 256, 384, 512)
 # From about a thousand tokens on a GPU's time is arithmetic: more tokens a pass would take memory and win nothing.
 TOGETHER = 2048
+UNBOUNDED = 1 << 30  # the context of a model that states none
 KV_STEP = 256  # caches of about the same size are one size, so that the next call finds its graphs
 
 
@@ -395,8 +396,8 @@ def _side_by_side(lengths: Mapping[int, int], shapes: Shapes) -> Iterator[range]
 
 def context_length(config: Any) -> int:
     """Positions the model was made for; a large number where the config states none."""
-    for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions"):
         value = getattr(config, name, None)
         if isinstance(value, int) and value > 0:
             return value
-    return 1 << 30
+    return UNBOUNDED

@@ -23,7 +23,7 @@ from specdec.device.transfer import to_device
 from specdec.errors import SpecdecError
 from specdec.files.texts import first_line
 from specdec.models.kv_cache import RaggedCache
-from specdec.models.runner import Runner, Shapes
+from specdec.models.runner import UNBOUNDED, Runner, Shapes
 from specdec.models.self_test_causes import cause, plain_cause
 from specdec.models.trees import Shape, chain_parents, moves, shape_of, tree_pass
 from specdec.models.view import ModelView
@@ -75,7 +75,9 @@ class _SelfTest:
         ids = torch.randint(0, runner.vocab_size, (3, self.length), generator=torch.Generator().manual_seed(0))
         ids[1, : self.shared] = ids[0, : self.shared]
         self.first, self.second, self.wrong = ids.tolist()
-        self.far = max(0, min(runner.context, FAR) - len(TREE) - 1)
+        # A context that is not stated may still be that of a table of positions.
+        context = 2 * self.length if runner.context == UNBOUNDED else min(runner.context, FAR)
+        self.far = max(0, context - len(TREE) - 1)
 
     def plain(self) -> Tensor:
         """Logits [2, n, V] of both texts."""

@@ -10,6 +10,7 @@ import copy
 import re
 import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from specdec.decoder import SpeculativeDecoder
 from specdec.drafters.draft_model.strategy import DraftModel
 from specdec.errors import SpecdecError
 from specdec.files.texts import first_line
+from specdec.models.loading import check_model_kind
 
 VOCAB, LAYERS, CONTEXT = 96, 4, 128
 EQUAL, REFUSED, WRONG, NOT_BUILT = "equal", "refused", "wrong", "not built"
@@ -99,10 +101,15 @@ NEEDED: dict[str, dict[str, Any]] = {
     "bamba": {"mamba_d_head": 32},
     "blt": {"encoder_hash_byte_group_vocab": 64},
     "cohere_compass_text": {"rope_parameters": _PER_TYPE},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 64},
+    },
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dory": {"n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "dots3_note_text": {"num_key_value_heads": 4},
+    "dots3_note": {"image_token_id": 0},
     "falcon_h1": {"mamba_d_ssm": 128, "mamba_d_head": 32},
     "gemma4_text": {"num_kv_shared_layers": 2},
     "gemma4_unified_text": {"num_kv_shared_layers": 2},
@@ -201,7 +208,7 @@ def sweep(types: Iterable[str], quick: bool = False) -> Iterator[Found]:
 
 def try_type(model_type: str, quick: bool = False) -> Found:
     """Build a tiny model of a type and compare."""
-    model = None
+    config = model = None
     try:
         config = tiny_config(model_type)
         model = tiny_model(config)
@@ -210,6 +217,8 @@ def try_type(model_type: str, quick: bool = False) -> Found:
         return Found(model_type, REFUSED, str(error))
     except Exception as error:
         if model is None:  # whatever transformers trips over
+            with suppress(Exception):
+                return Found(model_type, REFUSED, _refusal(config or CONFIG_MAPPING[model_type]()))
             return Found(model_type, NOT_BUILT, f"{type(error).__name__}: {first_line(error)}")
         return Found(model_type, WRONG, f"{type(error).__name__}: {first_line(error)}")
     try:
@@ -223,6 +232,15 @@ def try_type(model_type: str, quick: bool = False) -> Found:
     return Found(model_type, WRONG, f"other text: {', '.join(wrong)}") if wrong else Found(model_type, EQUAL)
 
 
+def _refusal(config: Any) -> str:
+    """Why a configuration is refused before a weight is made. Raises TypeError if it is not."""
+    try:
+        check_model_kind(config, "target")
+    except SpecdecError as error:
+        return str(error)
+    raise TypeError("not refused")
+
+
 def prompts() -> list[list[int]]:
     """Two prompts with a common beginning that is worth sharing."""
     ids = torch.randint(3, VOCAB, (30,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -230,10 +248,14 @@ def prompts() -> list[list[int]]:
 
 
 def generated(model: Any, prompt: list[int]) -> list[int]:
-    """The greedy text of transformers."""
+    """The greedy text of transformers; without a cache for a model whose own cache fails."""
     ids = torch.tensor([prompt])
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW_TOKENS}
     with torch.no_grad():
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS)
+        try:
+            out = model.generate(ids, **options)
+        except IndexError:
+            out = model.generate(ids, **options, use_cache=False)
     return out[0, len(prompt) :].tolist()
 
 
@@ -273,8 +295,8 @@ def models_block(result: dict[str, Any]) -> str:
         f"Made by `scripts/sweep_models.py` on {result['date']} with transformers {versions['transformers']}, torch "
         f"{versions['torch']}, specdec {versions['specdec']}: of {len(rows)} types, tiny and with random weights, "
         f"{len(kinds[EQUAL])} give the greedy text of `model.generate` in float32 (plain, with chains and with trees, "
-        f"with shared and with kept beginnings), {len(kinds[REFUSED])} are refused, {len(kinds[WRONG])} are wrong; of "
-        f"{len(kinds[NOT_BUILT])} transformers cannot build or run a model of this size."
+        f"with shared and with kept beginnings), {len(kinds[REFUSED])} are refused, {len(kinds[WRONG])} are wrong, and "
+        f"{len(kinds[NOT_BUILT])} cannot be built at this size."
     )
     lines = [head, "", "| what becomes of it | types |", "|---|---|", f"| equal | {_types(kinds[EQUAL])} |"]
     for outcome in (WRONG, REFUSED, NOT_BUILT):
@@ -290,5 +312,5 @@ def _types(rows: Iterable[Found]) -> str:
 
 def _general(row: Found) -> str:
     """A reason without the type's name, the figures, and what torch or transformers said."""
-    reason = re.sub(r"^target \([^)]*\) ", "", row.reason).split("; a pass over")[0]
+    reason = re.sub(r"^target \([^)]*\) (is not supported: )?", "", row.reason).split("; a pass over")[0]
     return re.sub(r" \([^()]*(\([^()]*\)[^()]*)*\)$", "", reason).replace("|", "\\|")
