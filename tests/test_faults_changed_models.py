@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 import specdec
 from specdec.decoding.provenance import WeightHash
 from specdec.errors import SpecdecError
-from tests.helpers.playing import generated_by_transformers, weaker
+from tests.helpers.playing import counting_passes, generated_by_transformers, weaker
 from tests.helpers.recording import Rerun
 from tests.helpers.tiny import tiny_model
 
@@ -385,3 +385,17 @@ def test_the_hash_of_weights_notices_every_kind_of_write() -> None:
 
 def tiny_hash() -> str:
     return WeightHash(tiny_model("llama")).get()
+
+
+def test_hooks_of_the_whole_model_cost_nothing_that_is_kept() -> None:
+    """They count passes, or read logits."""
+    model = tiny_model("llama")
+    dec = decoder(model, model)
+    text = [*PROMPT, *dec.generate([PROMPT], 6, keep_state=True).token_ids[0]]
+    seen: list[Any] = []
+    with counting_passes(model) as passes:
+        model.register_forward_hook(lambda module, given, out: seen.append(out.logits))
+        out = dec.generate([[*text, 5]], 4, keep_state=True)
+    assert out.provenance["dropped_state"] == []
+    assert sum(passes) <= 20
+    assert len(seen) == len(passes)

@@ -130,6 +130,14 @@ def measure_passes(
     Of the draft, a step (width 1: its share of a draft of STEPS tokens), and drafts of one token that catch up with so
     many.
     """
+    with decoder.working():
+        return _measured(decoder, batches, contexts, widths, repeats, progress)
+
+
+def _measured(
+    decoder: SpeculativeDecoder, batches: Sequence[int], contexts: Sequence[int], widths: Sequence[int], repeats: int,
+    progress: Callable[[str], None],
+) -> dict[Cell, float]:  # fmt: skip
     decoder.refresh()
     passes = {batch: Passes(decoder, batch, contexts, _longest(widths)) for batch in batches}
     times: dict[Cell, list[float]] = {}

@@ -52,6 +52,7 @@ class ModelView:
     def __init__(self, original: nn.Module, implementation: str):
         self.original, self.implementation = original, implementation
         self.builds = 0
+        self.changes = 0  # builds after which keys and values computed before are of no use
         self._build()
 
     def _build(self) -> None:
@@ -62,7 +63,7 @@ class ModelView:
         except Exception:  # whatever an exotic module does when its attributes are read or set
             self.private = False
         self.builds += 1
-        self.seen = Snapshot(copier.originals() if self.private else list(self.original.modules()))
+        self.seen = Snapshot(self.original, copier.originals() if self.private else list(self.original.modules()))
         if self.private:
             self.configs = [c for c in copier.configs if hasattr(c, "_attn_implementation_internal")]
             self._attend(self.implementation)
@@ -71,8 +72,10 @@ class ModelView:
 
     def refresh(self) -> bool:
         """Follow what has become of the original. Returns whether the view was made anew."""
-        if self.seen.is_current():
+        inside = self.seen.is_current_inside()
+        if inside and self.seen.is_current_outside():
             return False
+        self.changes += not inside
         self._build()
         return True
 
@@ -273,17 +276,20 @@ def content_of(cell: CellType) -> Any:
 class Snapshot:
     """What modules were when they were copied: their attributes, their children, buffers and hooks, the code of their
     classes, and the values in their configs. `watched`: what hangs on them and can change while it stays where it is
-    (models/state.py)."""
+    (models/state.py). Hooks of the model itself stand apart: they count passes, and see nothing of what is inside."""
 
-    def __init__(self, modules: list[nn.Module]):
-        dicts = [d for m in modules for d in (vars(m), *_own_dicts(m))]
+    def __init__(self, model: nn.Module, modules: list[nn.Module]):
+        self.outside = [(d, dict(d)) for name, d in vars(model).items() if name.startswith(HOOKS)]
+        outside = {id(d) for d, _ in self.outside}
+        dicts = [d for m in modules for d in (vars(m), *_own_dicts(m)) if id(d) not in outside]
         # A model of some hundred modules has some thousand dicts, most of them empty: hooks.
         self.empty = [d for d in dicts if not d]
         self.filled = [d for d in dicts if d]
         self.before = [dict(d) for d in self.filled]
         self.values = [v for d in self.filled for v in d.values()]
         self.modules, self.kinds = modules, [type(m) for m in modules]
-        self.watched = [v for m in modules for name, v in vars(m).items() if _can_change(name, v)]
+        hanging = [(name, v) for m in modules for name, v in vars(m).items() if id(v) not in outside]
+        self.watched = [v for name, v in hanging if _can_change(name, v)]
         self.code = {kind: kind.forward for kind in set(self.kinds)}
         values = {id(v): v for m in modules for v in vars(m).values() if not isinstance(v, NOT_FOLLOWED)}
         self.configs = [(v, contents(v)) for v in values.values() if hasattr(v, "_attn_implementation_internal")]
@@ -293,8 +299,12 @@ class Snapshot:
             if isinstance(v, CONTAINERS) and any(isinstance(e, nn.Module) for e in _entries(v))
         ]
 
-    def is_current(self) -> bool:
-        """Whether nothing of that has changed."""
+    def is_current_outside(self) -> bool:
+        """Whether the model has the same hooks on the whole of it."""
+        return all(map(_is_same, *zip(*self.outside, strict=True)))
+
+    def is_current_inside(self) -> bool:
+        """Whether nothing else has changed."""
         return (
             not any(self.empty)
             and all(map(is_, map(type, self.modules), self.kinds))
