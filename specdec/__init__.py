@@ -1,5 +1,8 @@
 """specdec: speculative decoding for researchers, in pure PyTorch on Hugging Face models."""
 
+import importlib
+from typing import Any
+
 from specdec import old_names
 from specdec.config import UNSET, GenerationSettings, PairConfig, RunConfig
 from specdec.decoder import SpeculativeDecoder
@@ -31,6 +34,14 @@ from specdec.stats import Stats
 from specdec.version import __version__ as __version__
 
 old_names.install()
+
+
+def __getattr__(name: str) -> Any:
+    """Modules by their old names, as attributes."""
+    if name in old_names.MOVED:
+        return importlib.import_module(f"specdec.{name}")
+    raise AttributeError(f"module 'specdec' has no attribute {name!r}")
+
 
 __all__ = [
     "STRATEGIES", "UNSET", "AcceptanceRule", "CostTable", "Draft", "DraftModel", "DraftRequest", "Drafter",

@@ -207,7 +207,7 @@ def test_usage_errors_are_one_line(arguments: tuple[str, ...]) -> None:
 
 
 def test_an_interrupted_generation_prints_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = specdec.rows.Row.close_round
+    original = specdec.decoding.row.Row.close_round
     calls = []
 
     def interrupting(self: Any, **arguments: Any) -> None:
@@ -216,7 +216,7 @@ def test_an_interrupted_generation_prints_what_is_there(monkeypatch: pytest.Monk
         if len(calls) == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(specdec.rows.Row, "close_round", interrupting)
+    monkeypatch.setattr(specdec.decoding.row.Row, "close_round", interrupting)
     done = run("generate", *PAIR, "--prompt", PROMPT, "--max-new-tokens", "64", "--json")
     assert done.exit_code == 130
     result = json.loads(done.stdout)

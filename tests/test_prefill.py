@@ -27,7 +27,7 @@ PROMPTS = [random_ids(n, n) for n in (30, 41, 5, 22, 36)]
 def together(monkeypatch: pytest.MonkeyPatch) -> None:
     choose = Shapes.choose
     monkeypatch.setattr(
-        specdec.runner.Shapes, "choose", staticmethod(lambda *given: replace(choose(*given), together=TOGETHER))
+        specdec.models.runner.Shapes, "choose", staticmethod(lambda *given: replace(choose(*given), together=TOGETHER))
     )
 
 

@@ -33,7 +33,7 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 def default_cache_dir() -> Path:
     """`.cache/smollm2` in a checkout of the repository, else below the user's cache folder."""
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[3]
     if (root / "pyproject.toml").is_file() and (root / "specdec").is_dir():
         return root / ".cache" / "smollm2"
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"

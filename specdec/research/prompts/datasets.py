@@ -30,7 +30,7 @@ from specdec.errors import SpecdecError
 from specdec.files.texts import expanded, is_file
 from specdec.research.prompts.sources import HUB, Entry, Messages, Source, read
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "data"
 DATASETS = {
     "spec-bench": DATA / "spec_bench" / "question.jsonl",
     "humaneval": DATA / "prompts" / "humaneval.jsonl",
