@@ -133,6 +133,7 @@ def test_rotations_that_look_at_how_far_positions_go_are_not_compiled(kind: str)
     assert runner.compiled.compiler.whole
 
 
+@pytest.mark.full
 def test_a_layer_that_breaks_the_graph_is_compiled_in_parts(caplog: pytest.LogCaptureFixture) -> None:
     class Breaking(nn.Module):
         def __init__(self, inner: nn.Module):
