@@ -152,3 +152,15 @@ def test_odd_values_in_a_users_own_processors(make: Any) -> None:
     wanted = [of_transformers(p, {**options, "logits_processor": hf.LogitsProcessorList([make()])}) for p in prompts]
     out = decoder().generate(prompts, N, strategies=["draft-model:n_max=3"], logits_processor=[make()], **options)
     assert out.token_ids == wanted
+
+
+@pytest.mark.parametrize("allowed", [[[3]], [3, 3], (5,), np.array([3, 4]), torch.tensor([[3], [4]])], ids=str)
+def test_what_a_function_of_prefixes_returns_is_read_as_transformers_reads_it(allowed: Any) -> None:
+    prompt, options = PROMPTS[0], {"prefix_allowed_tokens_fn": lambda *_: allowed}
+    assert decoder().generate(prompt, N, **options).token_ids[0][:N] == of_transformers(prompt, options)[:N]
+
+
+@pytest.mark.parametrize("allowed", ["x", [-1], [1.5], None, [[1], [2, 3]]], ids=str)
+def test_a_function_of_prefixes_that_returns_no_ids_is_named(allowed: Any) -> None:
+    with pytest.raises(SpecdecError, match="prefix_allowed_tokens_fn"):
+        decoder().generate(PROMPTS[0], 4, prefix_allowed_tokens_fn=lambda *_: allowed)

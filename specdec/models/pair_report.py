@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from specdec.errors import SpecdecError
+from specdec.files.texts import first_line
 from specdec.models.kv_cache import kv_cache_bytes
 from specdec.models.runner import context_length
 from specdec.models.vocabulary import Vocabularies, compare_vocabularies, handling
@@ -44,8 +45,11 @@ class ModelFacts:
     def from_config(role: str, name: str, config: Any, dtype: torch.dtype | None, device: str) -> ModelFacts:
         """Count parameters on a model that has no storage."""
         text = config.get_text_config()
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+        try:
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config)
+        except Exception as error:  # whatever transformers trips over in a configuration
+            raise SpecdecError(f"{role} {name}: its config.json makes no model: {first_line(error)}") from None
         return ModelFacts._of(role, name, model, text, dtype or model.dtype, device)
 
     @staticmethod

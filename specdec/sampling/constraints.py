@@ -75,10 +75,7 @@ class AllowedTokens(Constraint):
 
     def start(self, prompt: Sequence[int]) -> tuple[list[int], Sequence[int]]:
         ids = list(prompt)
-        allowed: Any = self._ask(self._prompt, torch.tensor(ids, device=self._device))
-        if isinstance(allowed, Tensor) and allowed.dtype == torch.bool:
-            allowed = allowed.nonzero().flatten()
-        return ids, allowed.tolist() if isinstance(allowed, Tensor | np.ndarray) else list(allowed)
+        return ids, _flat_ids(self._ask(self._prompt, torch.tensor(ids, device=self._device)))
 
     def advance(self, state: tuple[list[int], Sequence[int]], token: int) -> tuple[list[int], Sequence[int]] | None:
         ids, allowed = state
@@ -86,6 +83,20 @@ class AllowedTokens(Constraint):
 
     def allowed(self, state: tuple[list[int], Sequence[int]]) -> Sequence[int]:
         return state[1]
+
+
+def _flat_ids(allowed: Any) -> list[int]:
+    """The ids that prefix_allowed_tokens_fn gave: a list, nested or not, an array or a tensor, also a mask. Raises
+    SpecdecError for anything else."""
+    try:
+        ids = torch.as_tensor(np.asarray(allowed.cpu() if isinstance(allowed, Tensor) else allowed)).flatten()
+    except (TypeError, ValueError, RuntimeError):
+        ids = torch.tensor([0.5])
+    if ids.dtype == torch.bool:
+        return ids.nonzero().flatten().tolist()
+    if ids.numel() and (ids.is_floating_point() or ids.is_complex() or int(ids.min()) < 0):
+        raise SpecdecError(f"prefix_allowed_tokens_fn must return token ids, got {allowed!r:.80}")
+    return [int(i) for i in ids.tolist()]
 
 
 def _as_mask(allowed: Tensor | Sequence[int], vocab: int) -> Tensor:
