@@ -322,6 +322,7 @@ def test_a_pair_takes_the_memory_that_the_report_predicts(mode: str) -> None:
     """On a target large enough that cuBLAS's workspaces, some tens of megabytes, do not decide."""
     small = {"num_attention_heads": 16, "num_key_value_heads": 8, "num_hidden_layers": 12}
     large = {"hidden_size": 1024, "intermediate_size": 4096, "vocab": 32000, "max_position_embeddings": 4096}
+    gc.collect()  # what earlier tests left behind would be freed in between
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     target = tiny_model("llama", **small, **large).to("cuda", torch.bfloat16)
