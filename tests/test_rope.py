@@ -177,7 +177,7 @@ def test_layers_that_switch_at_different_positions_are_refused() -> None:
 @pytest.mark.parametrize("kind", ["phi3", "phimoe"])
 def test_recorded_passes_on_a_gpu_follow_the_switch(kind: str, compile: str) -> None:
     target = copy.deepcopy(model(kind)).cuda()
-    pair = SpeculativeDecoder(target, weaker(target, 0.02), compile=compile)
+    pair = SpeculativeDecoder(target, weaker(model(kind), 0.02).cuda(), compile=compile)
     wanted = [oracle_greedy(target, prompt, 12) for prompt in PROMPTS]
     for strategies in CHAINS.values():
         assert pair.generate(PROMPTS, 12, strategies=strategies, batch_size=2).token_ids == wanted
