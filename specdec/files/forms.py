@@ -16,7 +16,7 @@ from typing import Any
 
 from specdec.errors import SpecdecError
 
-MOST = 1 << 62  # what a whole number in a file may reach
+MOST = (1 << 63) - 1  # what a whole number in a file may reach
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ def number(low: float = -math.inf, high: float = math.inf) -> Leaf:
     return Leaf(fits, f"a finite number{bounds}")
 
 
+INTEGER = Leaf(lambda value: type(value) is int, "a whole number")
 TEXT = Leaf(lambda value: isinstance(value, str), "a text")
 BOOL = Leaf(lambda value: isinstance(value, bool), "true or false")
 ANYTHING = Leaf(lambda value: True, "anything")

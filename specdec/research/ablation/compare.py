@@ -22,7 +22,7 @@ from specdec.errors import SpecdecError
 from specdec.research.ablation.config import PLAIN, AblationConfig, Cell
 from specdec.research.ablation.merge import merge
 from specdec.research.ablation.runner import Progress, run_ablation
-from specdec.research.ablation.store import Store, read_manifest
+from specdec.research.ablation.store import Store, read_checked
 from specdec.research.ablation.summary import by_setting, setting_figures, theoretical_speedup
 from specdec.research.ablation.table import Row, as_rows
 
@@ -75,7 +75,7 @@ def compare(config: AblationConfig, out: Path, progress: Progress = lambda what:
     assert summary is not None  # one process ran all rows
     store = Store(out)
     store.read()
-    facts = {cell["pair"]: store.facts.get(cell["key"]) for cell in reversed(read_manifest(out)["cells"])}
+    facts = {cell["pair"]: store.facts.get(cell["key"]) for cell in reversed(read_checked(out)["cells"])}
     rows = as_rows(out)
     groups = {name: group for name, group in by_setting(rows).items() if group[0]["drafts"]}
     made = [candidate(group, rows, facts.get(group[0]["pair"])) for group in groups.values()]

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from specdec.errors import SpecdecError
-from specdec.files.texts import write_atomically
+from specdec.files.texts import write_file
 from specdec.research.ablation.journal import read_journals
 from specdec.research.ablation.report import need_matplotlib, render
-from specdec.research.ablation.store import read_manifest
+from specdec.research.ablation.store import read_checked
 from specdec.research.ablation.summary import summarise
 from specdec.research.ablation.table import TABLE, build_table, need_pyarrow, write_table
 
@@ -32,14 +32,14 @@ def merge(folder: Path, partial: bool = False) -> dict[str, Any] | None:
         return None
     if not rows:
         raise SpecdecError(f"{folder} has no rows yet")
-    manifest = read_manifest(folder)
+    manifest = read_checked(folder)
     made = {
         **{name: manifest[name] for name in ("date", "commit", "versions", "machine")},
         "missing": missing, "runner": _runner(folder), **summarise(rows),
     }  # fmt: skip
     write_table(rows, folder / TABLE)
-    write_atomically(folder / SUMMARY, json.dumps(made, indent=1) + "\n")
-    write_atomically(folder / REPORT, render(manifest, rows, made))
+    write_file(folder / SUMMARY, json.dumps(made, indent=1) + "\n", "summary")
+    write_file(folder / REPORT, render(manifest, rows, made), "report")
     return made
 
 

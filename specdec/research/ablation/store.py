@@ -8,19 +8,32 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from specdec.errors import SpecdecError
-from specdec.files.texts import write_atomically
+from specdec.files.forms import ANYTHING, BOOL, INTEGER, TEXT, WHOLE, MapOf, Maybe, check, number, shown, whole
+from specdec.files.texts import as_path, is_file, parse_json, read_bytes, write_file
 from specdec.research.ablation.config import AblationConfig, Cell, content_hash
 from specdec.research.ablation.journal import read_journals
 from specdec.research.bench import origin
 from specdec.research.prompts.datasets import Prompt, load_prompts
 
 MANIFEST = "run.json"
+CELL = {
+    "key": TEXT, "plain": TEXT, "comparable": BOOL, "pair": TEXT, "chain": TEXT, "strategies": [MapOf(ANYTHING)],
+    "generation": {"acceptance": TEXT}, "settings": MapOf(ANYTHING), "seed": INTEGER, "batch_size": whole(1),
+}  # fmt: skip
+PROMPT = {"id": TEXT, "category": TEXT, "fingerprint": TEXT, "text": TEXT}
+DESCRIPTION = {"config": MapOf(ANYTHING), "cells": [ANYTHING], "prompts": [ANYTHING]}
+FORM = {
+    "cells": [CELL], "prompts": [PROMPT], "date": TEXT, "commit": Maybe(TEXT),
+    "versions": dict.fromkeys(("specdec", "torch", "transformers"), TEXT),
+    "machine": {"gpu": Maybe(TEXT), "processor": Maybe(TEXT), "threads": Maybe(WHOLE)},
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -72,22 +85,22 @@ class Store:
         still asked for are kept. A folder without a row, of a run that was refused, is anybody's. Raises SpecdecError
         where they have changed without it."""
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            as_path(str(folder), "ablation").mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise SpecdecError(f"cannot write {folder}: {error.strerror}") from error
         new = plan.manifest()
         path = folder / MANIFEST
         if path.is_file():
-            changed = _changes(read_manifest(folder), new)
+            changed = _changes(read_checked(folder), new)
             if changed and not extend and any(e.get("kind") == "row" for e in read_journals(folder)):
                 raise SpecdecError(
                     f"{folder} holds another ablation: {', '.join(changed)} changed; give another folder, or --extend "
                     "to keep the rows whose settings are still asked for"
                 )
             if changed:
-                write_atomically(path, _text(new))
+                write_file(path, _text(new), "description")
         else:
-            write_atomically(path, _text(new))
+            write_file(path, _text(new), "description")
         return Store(folder)
 
     def read(self) -> None:
@@ -117,16 +130,29 @@ class Store:
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """What an ablation's folder says of itself. Raises SpecdecError for a folder that is none."""
-    path = folder / MANIFEST
+    path = as_path(str(folder), "ablation") / MANIFEST
+    if not is_file(path):
+        raise SpecdecError(f"{folder} is not the folder of an ablation: it has no {MANIFEST}")
     try:
-        data = json.loads(path.read_bytes().decode("utf-8", "surrogatepass"))
-    except FileNotFoundError:
-        raise SpecdecError(f"{folder} is not the folder of an ablation: it has no {MANIFEST}") from None
-    except (OSError, ValueError) as error:
-        raise SpecdecError(f"{path} cannot be read: {error}") from error
-    if not isinstance(data, dict) or not {"config", "cells", "prompts"} <= set(data):
-        raise SpecdecError(f"{path} is not the description of an ablation")
-    return data
+        data = parse_json(read_bytes(path, "description").decode("utf-8", "surrogatepass"), str(path))
+    except UnicodeDecodeError as error:
+        raise SpecdecError(f"{path} cannot be read as UTF-8 text: {error.reason}") from None
+    check(data, DESCRIPTION, f"{path} is not the description of an ablation")
+    return dict(data)
+
+
+def read_checked(folder: Path) -> dict[str, Any]:
+    """The same, for those who look at its parts. Raises SpecdecError also for a part that no run can have written."""
+    made, where = read_manifest(folder), f"{folder / MANIFEST} is damaged"
+    check(made, FORM, where)
+    for i, cell in enumerate(made["cells"]):
+        check(cell["generation"].get("temperature", 0.0), number(0.0), f"{where}: cells[{i}].generation.temperature")
+    for name in ("key", "id"):
+        entries = made["cells" if name == "key" else "prompts"]
+        twice = [value for value, count in Counter(entry[name] for entry in entries).items() if count > 1]
+        if twice:
+            raise SpecdecError(f"{where}: the {name} {shown(twice[0])} occurs twice")
+    return made
 
 
 def cell_to_dict(cell: Cell) -> dict[str, Any]:

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from specdec.errors import SpecdecError
-from specdec.files.texts import parse_json, write_atomically
+from specdec.files.texts import as_path, is_file, is_folder, parse_json, write_file
 from specdec.research.ablation.config import PLAIN
 from specdec.research.ablation.journal import read_journals
-from specdec.research.ablation.store import read_manifest
+from specdec.research.ablation.store import read_checked
 from specdec.stats import RoundRecord, Tally
 
 TABLE = "table.parquet"
@@ -41,7 +41,7 @@ Row = dict[str, Any]
 
 def build_table(folder: Path) -> tuple[list[Row], int]:
     """The rows of a folder, and how many are missing yet. Raises SpecdecError for a folder that is no ablation's."""
-    manifest = read_manifest(folder)
+    manifest = read_checked(folder)
     found = {(e["cell"], e["prompt"]): e for e in read_journals(folder) if e.get("kind") == "row"}
     names = _labels(manifest["cells"])
     rows, missing = [], 0
@@ -180,18 +180,18 @@ def write_table(rows: Sequence[Row], path: Path) -> None:
             values = [None if v is None else json.dumps(v) for v in values]
         elif len({type(v) for v in values if v is not None}) > 1 or any(isinstance(v, dict) for v in values):
             values = [None if v is None else v if isinstance(v, str) else json.dumps(v) for v in values]
-        plain[name] = values
+        plain[name] = [v.encode("utf-8", "replace").decode() if isinstance(v, str) else v for v in values]
     made = io.BytesIO()
     arrow.parquet.write_table(arrow.table(plain), made)
-    write_atomically(path, made.getvalue())
+    write_file(path, made.getvalue(), "table")
 
 
 def as_rows(results: Any) -> list[Row]:
     """A results table in any form - rows, a pyarrow Table, a Parquet file or an ablation's folder - as rows."""
     if isinstance(results, (str, Path)):
-        path = Path(results)
-        path = path / TABLE if path.is_dir() else path
-        if not path.is_file():
+        path = as_path(results, "results table")
+        path = path / TABLE if is_folder(path) else path
+        if not is_file(path):
             raise SpecdecError(f"no results table at {path}")
         arrow = need_pyarrow()
         try:

@@ -7,6 +7,9 @@ looks at nothing but token ids can therefore be measured on kept texts, exactly 
 
 from __future__ import annotations
 
+import io
+import zipfile
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +24,7 @@ from specdec.drafters.chain import Chain, build_chain
 from specdec.drafters.costs import CostTable
 from specdec.drafters.length import LengthController, unlimited
 from specdec.errors import SpecdecError
+from specdec.files.texts import first_line, read_bytes
 from specdec.models.kv_cache import common_prefix
 from specdec.models.runner import Shapes
 from specdec.stats import RoundRecord
@@ -50,16 +54,23 @@ def save_texts(
 
 def load_texts(path: str | Path) -> list[Text]:
     """Read a file of `save_texts`. Raises SpecdecError for another file."""
+    data = io.BytesIO(read_bytes(path, "file of texts"))
     try:
-        with np.load(path, allow_pickle=False) as data:
-            prompts = np.split(data["prompts"].astype(np.int64), np.cumsum(data["prompts_sizes"])[:-1])
-            outputs = np.split(data["outputs"].astype(np.int64), np.cumsum(data["outputs_sizes"])[:-1])
-            return [
-                Text(str(i), str(c), prompt, output)
-                for i, c, prompt, output in zip(data["ids"], data["categories"], prompts, outputs, strict=True)
-            ]
-    except (OSError, ValueError, KeyError) as error:
-        raise SpecdecError(f"{path} is not a file of texts: {error}") from None
+        with np.load(data, allow_pickle=False) as arrays:
+            prompts, outputs = (_rows(arrays[name], arrays[f"{name}_sizes"]) for name in ("prompts", "outputs"))
+            named = zip(arrays["ids"], arrays["categories"], prompts, outputs, strict=True)
+            return [Text(str(i), str(c), prompt, output) for i, c, prompt, output in named]
+    except (OSError, EOFError, ValueError, LookupError, TypeError, zipfile.BadZipFile, zlib.error) as error:
+        raise SpecdecError(f"{path} is not a file of texts: {first_line(error)}") from None
+
+
+def _rows(ids: np.ndarray, sizes: np.ndarray) -> list[np.ndarray]:
+    """Flat ids as rows of these sizes. Raises ValueError where they do not fit."""
+    if ids.dtype.kind not in "iu" or sizes.dtype.kind not in "iu" or ids.ndim != 1 or sizes.ndim != 1:
+        raise ValueError("ids and sizes must be flat arrays of whole numbers")
+    if (sizes < 0).any() or int(sizes.sum()) != len(ids) or (ids < 0).any():
+        raise ValueError(f"{len(ids)} ids do not fill rows of {int(sizes.sum())}, or one is negative")
+    return np.split(ids.astype(np.int64), np.cumsum(sizes)[:-1]) if len(sizes) else []
 
 
 def model_free_chain(strategies: Any, longest: int, costs: CostTable | None = None) -> Chain:
