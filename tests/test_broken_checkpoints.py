@@ -152,7 +152,7 @@ BROKEN: list[tuple[str, str, Spoil, str]] = [
     ("one", "unknown kind", edit(CONFIG, model_type="nosuch"), rf"{CONFIG}: .*nosuch"),
     ("one", "kind a number", edit(CONFIG, model_type=3), rf"{CONFIG}: model_type"),
     ("one", "unknown dtype", edit(CONFIG, dtype="float99"), rf"{CONFIG}: dtype: 'float99'"),
-    ("one", "unknown activation", edit(CONFIG, hidden_act="nosuch"), rf"{CONFIG}: 'nosuch'"),
+    ("one", "unknown activation", edit(CONFIG, hidden_act="nosuch"), rf"{CONFIG} makes no model: 'nosuch'"),
     ("one", "rope of no kind", edit(CONFIG, rope_parameters="x"), rf"{CONFIG}: .*rope_parameters"),
     ("one", "generation config cut", cut(GENERATION, 0.5), rf"{GENERATION}: not JSON"),
     (

@@ -228,8 +228,7 @@ class _Plan:
             quantization = _dequantize(str(name))
         if quantization is not None:
             extra["quantization_config"] = quantization
-        with loading(f"{where}: no model can be made of its config", lambda error: source.fault("config", error)):
-            facts = ModelFacts.from_config(role, str(name), config, chosen, str(device))
+        facts = ModelFacts.from_config(role, str(name), config, chosen, str(device))
         return _Plan(source, common, config, device, chosen, extra, facts)
 
     @property

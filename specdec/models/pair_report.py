@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from specdec.errors import SpecdecError
-from specdec.files.texts import first_line
+from specdec.models.checkpoint import said
 from specdec.models.kv_cache import kv_cache_bytes
 from specdec.models.runner import context_length
 from specdec.models.vocabulary import Vocabularies, compare_vocabularies, handling
@@ -49,7 +49,7 @@ class ModelFacts:
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(config)
         except Exception as error:  # whatever transformers trips over in a configuration
-            raise SpecdecError(f"{role} {name}: its config.json makes no model: {first_line(error)}") from None
+            raise SpecdecError(f"{role} {name}: its config.json makes no model: {said(error)}") from None
         return ModelFacts._of(role, name, model, text, dtype or model.dtype, device)
 
     @staticmethod
