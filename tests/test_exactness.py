@@ -34,11 +34,17 @@ SMALL = ExactnessConfig(
 )  # fmt: skip
 
 
-def experts(kind: str) -> Any:
+def experts(kind: str, width: int = 64) -> Any:
     """A tiny mixture whose experts run in the given way."""
-    model = tiny_model("mixtral", hidden_size=64, intermediate_size=256)
+    model = tiny_model("mixtral", hidden_size=width, intermediate_size=4 * width)
     model.set_experts_implementation(kind)
     return model
+
+
+def products_depend_on_rows(width: int, out: int) -> bool:
+    """True if this machine rounds a row of a matrix product differently when there are more rows beside it."""
+    x, w = torch.randn(16, width), torch.randn(width, out)
+    return any(not torch.equal((x @ w)[:n], x[:n] @ w) for n in range(1, 16))
 
 
 # -- what exact mode rests on, and what it refuses ----------------------------------------------------------------
@@ -53,10 +59,12 @@ def test_in_a_fixed_shape_a_tokens_logits_do_not_depend_on_the_rest_of_the_pass(
 
 def test_grouped_experts_do_depend_on_it_and_batched_ones_do_not() -> None:
     """The control of the test above, and why mixtures are refused unless their experts are batched."""
-    grouped = content_dependence(Runner(experts("eager")), 24)
+    assert content_dependence(Runner(experts("batched_mm", 128)), 24)["differing"] == 0
+    if not products_depend_on_rows(128, 512):
+        pytest.skip("this machine rounds a row of a matrix product the same way whatever other rows there are")
+    grouped = content_dependence(Runner(experts("eager", 128)), 24)
     assert grouped["differing"] > 0
     assert 0 < grouped["largest"] < 1e-4
-    assert content_dependence(Runner(experts("batched_mm")), 24)["differing"] == 0
 
 
 @pytest.mark.parametrize("kind", ["eager", "grouped_mm"])
@@ -71,8 +79,8 @@ def test_exact_mode_covers_batched_experts() -> None:
     model = experts("batched_mm")
     decoder = specdec.SpeculativeDecoder(model, weaker(model))
     prompts = [quoting_ids(9, 1), random_ids(4, 2)]
-    plain = decoder.generate(prompts, 16, strategies=[], exact=True)
-    fast = decoder.generate(prompts, 16, strategies=["prompt-lookup", "draft-model:n_max=5"], exact=True)
+    plain = decoder.generate(prompts, 10, strategies=[], exact=True)
+    fast = decoder.generate(prompts, 10, strategies=["prompt-lookup", "draft-model:n_max=5"], exact=True)
     assert plain.provenance["exact"]
     assert fast.token_ids == plain.token_ids == [oracle_greedy(model, p, 16) for p in prompts]
     assert fast.stats.accepted_tokens > 0
