@@ -6,10 +6,9 @@ whole run as a file (configs/demo.yaml); every field there is a field here.
 
 from __future__ import annotations
 
-import difflib
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from numbers import Integral
@@ -20,7 +19,8 @@ import numpy as np
 import torch
 import yaml
 
-from specdec.errors import SpecdecError
+from specdec.errors import SpecdecError, unknown_name
+from specdec.files.own_code import search_folder
 from specdec.files.texts import read_yaml
 from specdec.sampling.constraints import PrefixProcessor
 from specdec.sampling.sampling import OWN_FIELDS, TEXT_FIELDS, WARPER_FIELDS
@@ -283,8 +283,12 @@ def from_dict(cls: type[T], data: Any, where: str) -> T:
 
 
 def load_yaml(path: str | Path, cls: type[T] = RunConfig) -> T:  # type: ignore[assignment]
-    """A config file as a dataclass. Raises SpecdecError for a missing or malformed file or an unknown key."""
+    """Read a config file as a dataclass. Modules beside the file can be named in it from now on.
+
+    Raises SpecdecError for a missing or malformed file or an unknown key.
+    """
     data, name = read_yaml(path, "config file"), Path(path).name
+    search_folder(Path(path).parent)
     config = from_dict(cls, data, name)
     if isinstance(config, RunConfig):
         _check_run(config, name)
@@ -305,15 +309,6 @@ def _check_run(config: RunConfig, where: str) -> None:
 def dump_yaml(config: Any) -> str:
     """A dataclass as YAML that `load_yaml` reads back to an equal object."""
     return yaml.safe_dump(_lists(asdict(config)), sort_keys=False, allow_unicode=True)
-
-
-def unknown_name(kind: str, name: Any, known: Iterable[str]) -> SpecdecError:
-    """The error for a name that does not exist, with the nearest one that does."""
-    known, name = list(known), str(name)
-    near = difflib.get_close_matches(name, known, n=1)
-    listed = ", ".join(known[:12]) + (", ..." if len(known) > 12 else "")
-    hint = f"; did you mean {near[0]!r}?" if near else f"; known: {listed}"
-    return SpecdecError(f"unknown {kind} {name!r}{hint}")
 
 
 def _ids(value: Any, name: str) -> list[int]:

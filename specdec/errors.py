@@ -1,6 +1,9 @@
-"""The one exception that callers need to catch."""
+"""The one exception that callers need to catch, and the message for a name that does not exist."""
 
 from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
 
 LONGEST = 1000  # characters of a message
 
@@ -16,3 +19,16 @@ class SpecdecError(ValueError):
     def __init__(self, message: str) -> None:
         line = " ".join(str(message).split())
         super().__init__(line if len(line) <= LONGEST else f"{line[: LONGEST - 200]} ... {line[-200:]}")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A hint for the end of a message: the known name that is most like `name`, "" if none is."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def unknown_name(kind: str, name: object, known: Iterable[str]) -> SpecdecError:
+    """Make the error for a name that does not exist, with the nearest one that does."""
+    known, name = list(known), str(name)
+    listed = ", ".join(known[:12]) + (", ..." if len(known) > 12 else "")
+    return SpecdecError(f"unknown {kind} {name!r}{nearest(name, known) or f'; known: {listed}'}")

@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 from specdec.cli import ablate, bench, check, compare, demo, generate, lookup, trace
 from specdec.cli.output import quiet
 from specdec.errors import SpecdecError
+from specdec.files.own_code import search_folder
 from specdec.version import __version__
 
 BAD_INPUT, INTERRUPTED = 2, 130
@@ -30,6 +31,7 @@ class Verbs(TyperGroup):
                 stream.reconfigure(errors="backslashreplace")
         if any("\0" in str(argument) for argument in args or ()):
             sys.exit(_fail("an argument holds a NUL character: no name and no text can"))
+        search_folder(".")  # for `my_module:MyDrafter`
         try:
             with quiet():
                 status = super().main(args, *arguments, **{**options, "standalone_mode": False})

@@ -27,19 +27,22 @@ the chain rule whose target is p_i. A residual of no mass means p_i <= q_i, so p
 rounding: p_i then stays. A sibling whose whole q_i is zero was not drawn from anything (the support of q was used
 up): it never stands and leaves p_i as it is.
 
-Rules are an open seam: `register_rule` adds one. A rule that changes the output's law must say `lossy=True`.
+Rules are an open seam: `register_rule` adds one, or a function of parameters that makes some. A rule that changes the
+output's distribution must say `lossy=True`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from specdec.errors import SpecdecError
+from specdec.files.own_code import find_object, make_object, parameters, parse_name
 from specdec.models.trees import TreeLayout
 from specdec.sampling.sampling import Purpose, Sampling, best, fold, race, streams, uniform
 
@@ -150,7 +153,8 @@ class AcceptanceRule:
     proposal: how model drafters must propose under this rule: their argmax, a sample of q, or ("coupled") the sample of
     q that the target's own random numbers give. recordable: the functions are tensor operations on the block alone, so
     that what they did once may be recorded and replayed for other blocks (a rule with a state, a generator or a branch
-    on values is not).
+    on values is not). same_text: for one seed the text is plain decoding's, because each emitted token is the target's
+    own sample there.
     """
 
     name: str
@@ -160,6 +164,11 @@ class AcceptanceRule:
     lossy: bool = False
     descend: Callable[[Block, Tensor], Tensor] | None = None
     recordable: bool = False
+    same_text: bool = False
+
+    def keeps_text(self, greedy: bool) -> bool:
+        """Whether the tokens must be plain decoding's."""
+        return self.same_text or (greedy and not self.lossy)
 
 
 def judge(block: Block, rule: AcceptanceRule) -> Verdict:
@@ -343,17 +352,24 @@ def _residual_follow(block: Block, accepted: Tensor) -> Tensor:
     return race(torch.where(use, residual / mass, p), drawn)
 
 
-RULES: dict[str, AcceptanceRule] = {}
+RULES: dict[str, AcceptanceRule | Callable[..., AcceptanceRule]] = {}
+_MADE: dict[tuple[Any, str], AcceptanceRule] = {}  # of functions, so that equal parameters give the same object
+R = TypeVar("R", bound="AcceptanceRule | Callable[..., AcceptanceRule]")
 
 
-def register_rule(rule: AcceptanceRule) -> AcceptanceRule:
-    """Make a rule available by its name; a rule that changes the law of the output must set `lossy=True`."""
-    RULES[rule.name] = rule
+def register_rule(rule: R) -> R:
+    """Make a rule available by its name, or a function with keyword parameters that returns one ("typical:eps=0.3").
+
+    A rule that changes the distribution of the output must set `lossy=True`.
+    """
+    RULES[rule.name if isinstance(rule, AcceptanceRule) else rule.__name__] = rule
     return rule
 
 
 MATCH = register_rule(
-    AcceptanceRule("match", "argmax", _match_stands, _match_follow, descend=_match_descend, recordable=True)
+    AcceptanceRule(
+        "match", "argmax", _match_stands, _match_follow, descend=_match_descend, recordable=True, same_text=True
+    )
 )
 LEVIATHAN = register_rule(
     AcceptanceRule(
@@ -361,14 +377,40 @@ LEVIATHAN = register_rule(
     )
 )
 COUPLED = register_rule(
-    AcceptanceRule("coupled", "coupled", _match_stands, _match_follow, descend=_match_descend, recordable=True)
+    AcceptanceRule(
+        "coupled", "coupled", _match_stands, _match_follow, descend=_match_descend, recordable=True, same_text=True
+    )
 )
 
 
 def find_rule(rule: Any) -> AcceptanceRule:
-    """A rule by name, or a rule as it is. Raises SpecdecError for an unknown name."""
+    """A rule by name with its parameters, one of the user's own ("my_module:my_rule"), or a rule as it is.
+
+    Raises SpecdecError for an unknown name or parameter.
+    """
     if isinstance(rule, AcceptanceRule):
         return rule
-    if not isinstance(rule, str) or rule not in RULES:
-        raise SpecdecError(f"unknown acceptance rule {rule!r}; known: {', '.join(sorted(RULES))}")
-    return RULES[rule]
+    if not isinstance(rule, str):
+        raise SpecdecError(f"acceptance: expected the name of a rule or an AcceptanceRule, got {rule!r}")
+    name, options = parse_name(rule, RULES, "acceptance rule")
+    made = RULES[name] if name in RULES else find_object(name, sorted(RULES), "acceptance rule")
+    if isinstance(made, AcceptanceRule):
+        if options:
+            raise SpecdecError(f"acceptance rule {name!r} has no options, got {', '.join(options)}")
+        return made
+    if not callable(made):
+        raise SpecdecError(f"acceptance {name!r} is not a rule: expected an AcceptanceRule or a function, got {made!r}")
+    return _from_function(made, name, options)
+
+
+def _from_function(make: Callable[..., Any], name: str, options: Mapping[str, Any]) -> AcceptanceRule:
+    """The rule that a function makes, with all parameters in its name, so that results tell such rules apart."""
+    values = {**parameters(make), **options}
+    texts = (f"{k}={v if isinstance(v, str) else json.dumps(v, default=str)}" for k, v in values.items())
+    full = ":".join([name, *texts])
+    if (make, full) not in _MADE:
+        made = make_object(make, name, options, "acceptance rule")
+        if not isinstance(made, AcceptanceRule):
+            raise SpecdecError(f"acceptance {name!r} is not a rule: it made {type(made).__name__}, not AcceptanceRule")
+        _MADE[make, full] = replace(made, name=full)
+    return _MADE[make, full]

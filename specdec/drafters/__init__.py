@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
-from specdec.config import unknown_name
 from specdec.drafters.base import Draft, Drafter, DraftRequest
 from specdec.drafters.draft_model.strategy import DraftModel
 from specdec.drafters.ngram.cache import NgramCache
@@ -17,7 +16,7 @@ from specdec.drafters.prompt_lookup import PromptLookup
 from specdec.drafters.suffix import Suffix
 from specdec.drafters.suffix_index import SuffixStore
 from specdec.errors import SpecdecError
-from specdec.files.texts import parse_yaml
+from specdec.files.own_code import find_object, make_object, parse_name
 
 STRATEGIES: dict[str, type[Any]] = {
     "draft-model": DraftModel,
@@ -32,11 +31,12 @@ STRATEGIES: dict[str, type[Any]] = {
 
 
 def make_drafters(strategies: Any, has_draft: bool) -> list[Any]:
-    """A chain as users write it -> configured drafters, in the order given.
+    """Make the drafters of a chain, in the order given.
 
     strategies: None = `draft-model` with a draft model, else `prompt-lookup`; a list (or a comma-separated string) of
-    names, `name:key=value:key=value` texts, mappings with `name`, or objects with the drafter protocol. Raises
-    SpecdecError for an unknown strategy or option.
+    names, `name:key=value:key=value` texts, mappings with `name`, or objects with the drafter protocol. A name is one
+    of `STRATEGIES`, or `my_module:MyDrafter` for a class or function of one's own. Raises SpecdecError for an unknown
+    strategy or option.
     """
     if strategies is None:
         strategies = ["draft-model" if has_draft else "prompt-lookup"]
@@ -54,46 +54,41 @@ def tree_makers(drafters: Sequence[Any]) -> list[str]:
 
 def _make(entry: Any) -> Any:
     if isinstance(entry, (str, Mapping)):
-        return _named(*parse_strategy(entry))
+        name, options = parse_strategy(entry)
+        made = make_object(find_strategy(name), name, options, "strategy")
+        if not isinstance(made, Drafter):
+            raise SpecdecError(f"strategy {name!r} is not a drafter: {_missing(made)}")
+        return made
     if isinstance(entry, type) or not isinstance(entry, Drafter):
-        raise SpecdecError(f"{entry!r} is not a strategy: give a name, or an object with begin, draft and accept")
+        raise SpecdecError(f"{entry!r} is not a strategy: give a name, or an object with name, begin, draft and accept")
     return entry
 
 
 def parse_strategy(entry: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The name and the options of a strategy as users write it. Raises SpecdecError for a text without that form."""
+    """Split a strategy as users write it into its name and options. Raises SpecdecError for another form."""
     if isinstance(entry, str):
-        name, *options = entry.split(":")
-        return name, dict(_option(name, text) for text in options)
+        return parse_name(entry, STRATEGIES, "strategy")
     values = dict(entry)
     if "name" not in values:
         raise SpecdecError(f"a strategy written as a mapping needs a 'name': {dict(entry)}")
     return str(values.pop("name")), values
 
 
-def _option(strategy: str, text: str) -> tuple[str, Any]:
-    key, separator, value = text.partition("=")
-    if not separator:
-        raise SpecdecError(f"strategy {strategy!r}: expected key=value, got {text!r}")
-    return key, parse_yaml(value, f"strategy {strategy!r}: the value of {key}")
+def find_strategy(name: str) -> Callable[..., Any]:
+    """The class of a strategy, or the class or function behind `my_module:MyDrafter`. Raises SpecdecError."""
+    made = STRATEGIES[name] if name in STRATEGIES else find_object(name, STRATEGIES, "strategy")
+    if not callable(made):
+        raise SpecdecError(f"strategy {name!r} is not a drafter: expected a class or a function, got {made!r}")
+    return cast(Callable[..., Any], made)
 
 
-def _named(name: str, options: Mapping[str, Any]) -> Any:
-    if name not in STRATEGIES:
-        raise unknown_name("strategy", name, STRATEGIES)
-    kind = STRATEGIES[name]
-    known = [key for key, f in kind.__dataclass_fields__.items() if f.init]
-    for key in options:
-        if key not in known:
-            raise unknown_name(f"option of strategy {name!r}", key, known)
-    try:
-        return kind(**options)
-    except TypeError as error:
-        raise SpecdecError(f"strategy {name!r}: {error}") from None
+def _missing(made: Any) -> str:
+    lacking = [name for name in ("name", "begin", "draft", "accept") if not hasattr(made, name)]
+    return f"{type(made).__name__} has no {', '.join(lacking)}"
 
 
 __all__ = [
     "STRATEGIES", "Draft", "DraftModel", "DraftRequest", "Drafter", "LookupCache", "NgramCache", "NgramMapK",
-    "NgramMapK4V", "NgramMod", "NgramSimple", "PromptLookup", "Suffix", "SuffixStore", "make_drafters",
+    "NgramMapK4V", "NgramMod", "NgramSimple", "PromptLookup", "Suffix", "SuffixStore", "find_strategy", "make_drafters",
     "parse_strategy",
 ]  # fmt: skip

@@ -131,9 +131,9 @@ def load_decoder(config: RunConfig) -> SpeculativeDecoder:
 
 
 def comparable(options: dict[str, Any]) -> bool:
-    """Whether plain decoding must give the same tokens: greedy, or a rule that emits the target's own draws."""
+    """Whether plain decoding must give the same tokens: greedy, or a rule that emits the target's own samples."""
     settings = GenerationSettings.parse(options)
-    return settings.temperature == 0 or find_rule(settings.acceptance).name in ("match", "coupled")
+    return find_rule(settings.acceptance).keeps_text(settings.temperature == 0)
 
 
 def tokens_per_second(runs: list[Generation]) -> float:

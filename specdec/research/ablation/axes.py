@@ -7,8 +7,9 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from specdec.config import PROCESSOR_FIELDS, GenerationSettings, PairConfig
-from specdec.drafters import STRATEGIES
+from specdec.drafters import find_strategy
 from specdec.errors import SpecdecError
+from specdec.files import own_code
 
 if TYPE_CHECKING:
     from specdec.research.ablation.config import AblationConfig
@@ -19,8 +20,8 @@ GENERATION = tuple(f.name for f in fields(GenerationSettings) if f.name != "proc
 
 
 def parameters(strategy: str) -> list[str]:
-    """The names of a strategy's parameters."""
-    return [name for name, f in STRATEGIES[strategy].__dataclass_fields__.items() if f.init]
+    """The names of a strategy's parameters. Raises SpecdecError for an unknown strategy."""
+    return list(own_code.parameters(find_strategy(strategy)))
 
 
 def hits(strategies: Sequence[Mapping[str, Any]], axis: str) -> list[tuple[int, str]]:

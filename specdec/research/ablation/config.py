@@ -26,7 +26,7 @@ from typing import Any
 
 from specdec.config import PairConfig, check_whole, from_dict, load_yaml, unknown_name
 from specdec.decoding.validation import check_chain, check_generation, check_loading
-from specdec.drafters import STRATEGIES, make_drafters, parse_strategy
+from specdec.drafters import make_drafters, parse_strategy
 from specdec.errors import SpecdecError
 from specdec.files.texts import is_unicode
 from specdec.research.ablation.axes import GENERATION, LOADING, SHORTHANDS, check_shadows, check_twice, hits, parameters
@@ -208,9 +208,7 @@ class AblationConfig:
             if not isinstance(value, str) or value not in named[name]:
                 raise unknown_name(name, str(value), named[name])
         elif "." in name:
-            strategy, _, parameter = name.partition(".")
-            if strategy not in STRATEGIES:
-                raise unknown_name("strategy", strategy, STRATEGIES)
+            strategy, _, parameter = name.rpartition(".")
             if parameter not in parameters(strategy):
                 raise unknown_name(f"option of strategy {strategy!r}", parameter, parameters(strategy))
         elif name in GENERATION:

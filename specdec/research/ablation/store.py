@@ -16,6 +16,7 @@ from typing import Any
 
 from specdec.errors import SpecdecError
 from specdec.files.forms import ANYTHING, BOOL, INTEGER, TEXT, WHOLE, MapOf, Maybe, check, number, shown, whole
+from specdec.files.own_code import source_hash
 from specdec.files.texts import as_path, is_file, parse_json, read_bytes, write_file
 from specdec.research.ablation.config import AblationConfig, Cell, content_hash
 from specdec.research.ablation.journal import read_journals
@@ -58,11 +59,19 @@ class Plan:
         """What a prompt's ids depend on beside the tokenizer."""
         return content_hash([prompt.text, self.config.data.chat, self.config.data.longest, *prompt.messages])
 
+    def own_code(self) -> dict[str, str]:
+        """Hashes of the files of the user's own strategies and rules."""
+        names = [s["name"] for cell in self.cells for s in cell.strategies]
+        names += [str(cell.generation["acceptance"]) for cell in self.cells]
+        found = {name: source_hash(name) for name in names}
+        return {name: made for name, made in found.items() if made is not None}
+
     def manifest(self) -> dict[str, Any]:
         """What run.json holds."""
         return {
             "config": self.config.to_dict(),
             **origin(),
+            "own_code": self.own_code(),
             "cells": [cell_to_dict(cell) for cell in self.cells],
             "prompts": [
                 {"id": p.id, "category": p.category, "fingerprint": self.fingerprint(p), "text": p.text}
@@ -145,6 +154,7 @@ def read_checked(folder: Path) -> dict[str, Any]:
     """The same, for those who look at its parts. Raises SpecdecError also for a part that no run can have written."""
     made, where = read_manifest(folder), f"{folder / MANIFEST} is damaged"
     check(made, FORM, where)
+    check(made.get("own_code", {}), MapOf(TEXT), f"{where}: own_code")
     for i, cell in enumerate(made["cells"]):
         check(cell["generation"].get("temperature", 0.0), number(0.0), f"{where}: cells[{i}].generation.temperature")
     for name in ("key", "id"):
@@ -183,6 +193,8 @@ def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         changed.append("the prompts of the set")
     if not changed and [c["key"] for c in old["cells"]] != [c["key"] for c in new["cells"]]:
         changed.append("the meaning of the settings")
+    old_code, new_code = old.get("own_code", {}), new["own_code"]
+    changed += [f"the file of {name}" for name in new_code if old_code.get(name, new_code[name]) != new_code[name]]
     for name, version in new["versions"].items():
         if old["versions"].get(name) != version:
             changed.append(f"{name} ({old['versions'].get(name)} to {version})")

@@ -94,8 +94,8 @@ class Own(Contender):
         passes = (mine.compile, mine.exact, mine.fuse) == (theirs.compile, theirs.exact, theirs.fuse)
         drawn = {k: v for k, v in mine.generate.items() if k not in DRAFTING}
         same = drawn == {k: v for k, v in theirs.generate.items() if k not in DRAFTING}
-        draws = find_rule(self.generation.acceptance).name in ("match", "coupled")
-        return passes and same and (self.plain or not sampled(mine.generate) or draws)
+        rule, greedy = find_rule(self.generation.acceptance), not sampled(mine.generate)
+        return passes and same and (self.plain or rule.keeps_text(greedy))
 
     def run(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, ignore_eos: bool) -> Output:
         decoder = self.decoder
