@@ -14,6 +14,7 @@ import json
 import shutil
 from pathlib import Path
 
+from specdec.files.compact_json import write_json
 from specdec.research.ablation import plots
 from specdec.research.ablation.merge import SUMMARY
 from specdec.research.ablation.table import TABLE
@@ -29,7 +30,7 @@ def keep(runs: Path) -> None:
     for name in dict.fromkeys(SOURCES.values()):
         summary = json.loads((runs / name / SUMMARY).read_text(encoding="utf-8"))
         kept = {"config": f"configs/{name}.yaml", **{key: summary[key] for key in KEPT}}
-        (RESULTS / f"{name}.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+        write_json(RESULTS / f"{name}.json", kept)
         shutil.copyfile(runs / name / TABLE, RESULTS / f"{name}.parquet")
 
 

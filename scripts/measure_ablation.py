@@ -23,7 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from specdec.files.texts import write_atomically
+from specdec.files.compact_json import write_json
 from specdec.research.ablation import AblationConfig, load_ablation, merge, run_ablation
 from specdec.research.ablation.store import Plan, Store
 from specdec.research.bench import origin
@@ -61,7 +61,7 @@ def main() -> None:
         "rows_compared": summary["gate"]["compared"], "rows_differing": len(summary["gate"]["differing"]),
         "failed_rows": sum(e["rows"] for e in summary["errors"]),
     }  # fmt: skip
-    write_atomically(arguments.out, json.dumps(result, indent=1) + "\n")
+    write_json(arguments.out, result)
     print(json.dumps(result, indent=1))
     if summary["missing"]:
         needed = summary["missing"] * runner["wall"] / max(1, runner["rows"])

@@ -12,7 +12,6 @@ pair. The time to read the weights once is their size over the bandwidth of a me
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Iterable
 from dataclasses import replace
@@ -24,6 +23,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import specdec
 from specdec.decoding.provenance import device_name
+from specdec.files.compact_json import write_json
 from specdec.models.attention import MATMUL, RAGGED
 from specdec.models.runner import Runner, Shapes
 from specdec.research.bench import origin
@@ -96,7 +96,7 @@ def main() -> None:
         return args.seconds - (time.perf_counter() - START)
 
     def save() -> None:
-        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_json(args.out, result)
 
     for size, shape in shapes.items():
         if args.modes:

@@ -9,7 +9,6 @@ Needs pytest and pytest-xdist. Exit status 1 if a test failed.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import re
@@ -20,6 +19,7 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
+from specdec.files.compact_json import write_json
 from specdec.research.bench import origin
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -53,7 +53,7 @@ def main() -> int:
         status = subprocess.run([*command, "-k", "law or broken or rejected or mask"], env=environment, check=False)
         cases = _cases(ET.parse(report).getroot())
     result = {"benchmark": "laws", **origin(), "cases": cases}
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_json(arguments.out, result)
     print(f"{len(cases)} cases, {sum(not c['passed'] for c in cases)} failed")
     return status.returncode
 

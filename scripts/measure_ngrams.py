@@ -11,7 +11,6 @@ wall-clock times of one row on one core. Acceptance is exact: a greedy text does
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 import warnings
@@ -24,6 +23,7 @@ import numpy as np
 from specdec import NgramCache, NgramMapK, NgramMapK4V, NgramMod, NgramSimple, PromptLookup, Suffix, SuffixStore
 from specdec.drafters.base import DraftContext, DraftRequest
 from specdec.drafters.chain import Chain, build_chain
+from specdec.files.compact_json import write_json
 from specdec.research.bench import origin
 from specdec.research.bootstrap import DRAWS, difference
 from specdec.research.offline.replay import Text, load_texts, replay
@@ -205,7 +205,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", message="ngram-mod")  # short n-grams on purpose
     measured = measure_cost() if arguments.what == "cost" else measure_acceptance()
     result = {"benchmark": f"ngram {arguments.what}", **origin(), **measured}
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_json(arguments.out, result)
 
 
 if __name__ == "__main__":

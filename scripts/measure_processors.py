@@ -9,7 +9,6 @@ once a position with batch 1. Milliseconds, median over the repeats, on random s
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import statistics
 import time
@@ -21,6 +20,7 @@ import torch
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from specdec.files.compact_json import write_json
 from specdec.sampling.prefixes import History
 from specdec.sampling.processors import apply_processors
 from specdec.sampling.sampling import build_sampling
@@ -110,7 +110,7 @@ def main() -> None:
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
     }  # fmt: skip
     if options.out is not None:
-        options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_json(options.out, result)
 
 
 if __name__ == "__main__":

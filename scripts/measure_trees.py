@@ -23,6 +23,7 @@ from measure_demo_models import read_corpus
 
 import specdec
 from specdec import DraftModel, SpeculativeDecoder, theory
+from specdec.files.compact_json import write_json
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results" / "trees_cpu.json"
@@ -152,7 +153,7 @@ def main() -> None:
             "new_tokens": {"acceptance": NEW_TOKENS, "trees": TREE_TOKENS},
             "acceptance": acceptance(decoder, prompts), "trees": tokens_per_round(decoder, prompts[:TREE_PROMPTS]),
         }  # fmt: skip
-        RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+        write_json(RESULTS, result)
     write_tables(json.loads(RESULTS.read_text()))
 
 

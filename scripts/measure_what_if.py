@@ -38,6 +38,7 @@ import torch
 
 import specdec
 from specdec.decoding.provenance import device_name, versions
+from specdec.files.compact_json import write_json
 from specdec.files.texts import write_atomically
 from specdec.research.bootstrap import ratio_error
 from specdec.research.offline import what_if
@@ -238,7 +239,7 @@ class Record:
             "largest_difference": max((abs(row["difference"]) for row in rows), default=None),
             "largest_bound": max(ends, default=None), "rows": rows,
         }  # fmt: skip
-        write_atomically(self.arguments.out, json.dumps(result, indent=1) + "\n")
+        write_json(self.arguments.out, result)
 
     def missing(self, case: Case) -> tuple[bool, bool]:
         """What a random case needs more of before both its errors are as small as is asked for: runs, plain texts."""

@@ -11,7 +11,6 @@ tiny model that generates are listed as "not built", with its reason.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections import Counter
 from dataclasses import asdict
@@ -19,6 +18,7 @@ from datetime import date
 from pathlib import Path
 
 from specdec.decoding.provenance import versions
+from specdec.files.compact_json import write_json
 from specdec.research.models.sweep import model_types, sweep
 
 
@@ -35,7 +35,7 @@ def main() -> None:
     print(", ".join(f"{count} {outcome}" for outcome, count in counts.items()))
     if options.out is not None:
         made = {"date": date.today().isoformat(), "versions": versions()}
-        options.out.write_text(json.dumps({**made, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+        write_json(options.out, {**made, "rows": [asdict(row) for row in rows]})
     sys.exit(1 if counts["wrong"] else 0)
 
 

@@ -21,6 +21,7 @@ from specdec.research.bench.config import ModelChoice, Scenario
 from specdec.research.bench.contenders import Output, make_contender
 from specdec.research.bench.contenders.base import Contender
 from specdec.research.bench.contenders.own import DraftPasses, Own
+from specdec.research.bench.document import without_rows
 from specdec.research.bench.pair import Item, Pair
 from specdec.research.bench.passes import PassCosts
 
@@ -99,12 +100,13 @@ def result(config_file: Path) -> dict[str, Any]:
     """One run of the whole through the command line."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(contenders.KINDS, "broken", Broken)
-        out = config_file.with_suffix(".json")
-        done = CliRunner().invoke(app, ["bench", str(config_file), "--out", str(out)])
+        out, raw = config_file.with_suffix(".json"), config_file.with_suffix(".raw.json")
+        done = CliRunner().invoke(app, ["bench", str(config_file), "--out", str(out), "--raw", str(raw)])
     assert done.exit_code == 0, done.output
     assert "draft-model" in done.stdout
     assert "no such luck" in done.stdout
-    found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+    found: dict[str, Any] = json.loads(raw.read_text(encoding="utf-8"))
+    assert json.loads(out.read_text(encoding="utf-8")) == without_rows(found) != found
     return found
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,14 +16,17 @@ from specdec.cli.benchmark import bench_config, print_bench
 from specdec.cli.exactness import exactness_config, print_exactness
 from specdec.cli.inputs import given
 from specdec.errors import SpecdecError
-from specdec.files.texts import as_path, write_file
+from specdec.files.compact_json import write_json
+from specdec.files.texts import as_path
 from specdec.research.bench.config import BenchConfig
+from specdec.research.bench.document import without_rows
 from specdec.research.bench.run import faults, missed, run_bench
 from specdec.research.bench.smoke import METHODS, SUITES, equal, run_smoke
 from specdec.research.exactness.run import PARTS, ExactnessConfig, run_exactness
 from specdec.research.exactness.summary import exact_holds
 
 FAILED = 1
+Save = Callable[[dict[str, Any]], None]
 # Which options belong to which of the three ways of calling.
 OPTIONS = {
     "--smoke": ("quick", "suite"),
@@ -57,7 +60,8 @@ def bench(
     shared_device: Annotated[
         bool, typer.Option("--shared-device", help="exactness: other work runs there too: leave times out.")
     ] = False,
-    out: Annotated[Path | None, typer.Option(help="Also write the JSON document to this file.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Also write a JSON document of the figures to this file.")] = None,
+    raw: Annotated[Path | None, typer.Option(help="Also write one with a row of every call, and every report.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Measure transformers, plain and speculative decoding in turns, and compare their token ids; or the contenders of
@@ -73,16 +77,18 @@ def bench(
         minutes=minutes, strict=strict or None,
     )  # fmt: skip
     _check_way((smoke, exactness, file is not None), (*models, *alone, *others))
-    if out is not None:
-        _check_writable(out)
+    for path in (out, raw):
+        if path is not None:
+            _check_writable(path)
+    save = partial(_save, out, raw)
     if file is not None:
-        done = _file(bench_config(file, models, contender or (), minutes), file.stem, out, strict)
+        done = _file(bench_config(file, models, contender or (), minutes), file.stem, save, strict)
     elif smoke:
         done = _smoke(quick, suite or tuple(SUITES))
     else:
         settings = {name: value for name, value in {**models, **alone}.items() if name not in ("target", "draft")}
-        done = _exactness(exactness_config(config, target, draft, settings), part or PARTS, time_limit, out)
-    _report(done, out, as_json)
+        done = _exactness(exactness_config(config, target, draft, settings), part or PARTS, time_limit, save)
+    _report(done, save, as_json)
 
 
 def _check_way(chosen: Sequence[bool], options: Sequence[str]) -> None:
@@ -104,8 +110,8 @@ class Done:
     passed: bool
 
 
-def _report(done: Done, out: Path | None, as_json: bool) -> None:
-    _save(out, done.result)
+def _report(done: Done, save: Save, as_json: bool) -> None:
+    save(done.result)
     if as_json:
         output.print_json(done.result)
     else:
@@ -120,24 +126,26 @@ def _smoke(quick: bool, suites: Sequence[str]) -> Done:
     return Done(result, _print, equal(result))
 
 
-def _exactness(settings: ExactnessConfig, parts: Sequence[str], time_limit: float | None, out: Path | None) -> Done:
+def _exactness(settings: ExactnessConfig, parts: Sequence[str], time_limit: float | None, save: Save) -> Done:
     with output.progress("exactness") as advance:
-        result = run_exactness(settings, parts, time_limit, advance, lambda so_far: _save(out, so_far))
+        result = run_exactness(settings, parts, time_limit, advance, save)
     return Done(result, print_exactness, exact_holds(result))
 
 
-def _file(settings: BenchConfig, name: str, out: Path | None, strict: bool) -> Done:
+def _file(settings: BenchConfig, name: str, save: Save, strict: bool) -> Done:
     with output.progress("benchmark") as advance:
-        result = run_bench(settings, name, advance, lambda so_far: _save(out, so_far))
+        result = run_bench(settings, name, advance, save)
     wrong = faults(result)
     for line in wrong:
         output.warn(f"not plain decoding's ids: {line}")
     return Done(result, print_bench, not wrong and not (strict and missed(result)))
 
 
-def _save(path: Path | None, result: dict[str, Any]) -> None:
-    if path is not None:
-        write_file(path, json.dumps(result, indent=1) + "\n", "result")
+def _save(out: Path | None, raw: Path | None, result: dict[str, Any]) -> None:
+    if out is not None:
+        write_json(out, without_rows(result))
+    if raw is not None:
+        write_json(raw, result)
 
 
 def _check_writable(path: Path) -> None:

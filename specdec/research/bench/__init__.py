@@ -1,5 +1,5 @@
 """Benchmarks: the smoke suites, and whole runs from a file against other implementations."""
 
-from specdec.research.bench.origin import commit, machine, origin
+from specdec.research.bench.document import commit, machine, origin
 
 __all__ = ["commit", "machine", "origin"]

@@ -20,7 +20,7 @@ from specdec.decoding.timing import measure_costs
 from specdec.errors import SpecdecError
 from specdec.research.bench.config import BenchConfig
 from specdec.research.bench.contenders import Contender, Own, make_contender
-from specdec.research.bench.origin import origin
+from specdec.research.bench.document import origin
 from specdec.research.bench.pair import Pair, items
 from specdec.research.bench.passes import bandwidth, pass_table
 from specdec.research.bench.profile import profile_rounds

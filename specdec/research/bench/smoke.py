@@ -25,7 +25,7 @@ from specdec.decoding.prompts import encode_prompts
 from specdec.decoding.provenance import hash_ids, hash_template
 from specdec.demo_models import target_path
 from specdec.errors import SpecdecError
-from specdec.research.bench.origin import origin
+from specdec.research.bench.document import origin
 from specdec.research.bench.pair import SMOLLM2, locate
 from specdec.research.demo import DEMO, load_decoder
 from specdec.research.prompts.datasets import Prompt, load_prompts

@@ -1,4 +1,4 @@
-"""When, by what and where a result was made."""
+"""What a result says of itself: when, where and by what it was made; and what of it is kept."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import platform
 import re
 import subprocess
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,8 @@ def machine() -> dict[str, Any]:
     except OSError:
         pass
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {
-        "system": platform.system(), "architecture": platform.machine(), "processor": model, "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(), "gpu": gpu,
-    }  # fmt: skip
+    system = {"system": platform.system(), "architecture": platform.machine(), "processor": model}
+    return {**system, "cores": os.cpu_count(), "threads": torch.get_num_threads(), "gpu": gpu}
 
 
 def origin() -> dict[str, Any]:
@@ -51,3 +50,14 @@ def commit() -> str | None:
     except OSError:
         return None
     return found.stdout.strip() + ("+" if state.stdout.strip() else "") if found.returncode == 0 else None
+
+
+def without_rows(result: Any) -> Any:
+    """The summary of a result: without the rows of single calls (`runs`), and of each report on a row its verdict."""
+    if not isinstance(result, Mapping):
+        return [without_rows(part) for part in result] if isinstance(result, list) else result
+    kept = {name: part for name, part in result.items() if not (name == "runs" and isinstance(part, list))}
+    for name, part in kept.items():
+        is_reports = name == "reports" and isinstance(part, list)
+        kept[name] = [{n: r[n] for n in ("row", "verdict")} for r in part] if is_reports else without_rows(part)
+    return kept
