@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,12 @@ from transformers import AutoTokenizer
 
 import specdec
 from specdec import SpeculativeDecoder
-from specdec.config import dump_yaml
+from specdec.config import PairConfig, dump_yaml
 from specdec.decoding.provenance import hash_ids
 from specdec.errors import SpecdecError
-from specdec.research.ablation import Share, as_rows, build_table, merge, run_ablation
+from specdec.research.ablation import Shard, as_rows, build_table, merge, run_ablation
 from specdec.research.ablation.journal import Journal, read_journals
-from specdec.research.ablation.runner import LAUNCHERS, row_seed
+from specdec.research.ablation.runner import row_seed
 from specdec.research.ablation.table import TIMES
 from tests.helpers.grid import PROMPTS, grid, save_model, save_pair
 
@@ -260,7 +261,7 @@ def test_each_model_is_loaded_once(pair: dict[str, str], tmp_path: Path, monkeyp
 
 @pytest.mark.full
 def test_two_processes_share_the_work_and_the_last_one_merges(finished: Path, forked: Path) -> None:
-    """As accelerate launch and torchrun start them: by RANK and WORLD_SIZE, each with a journal of its own."""
+    """Each with a journal of its own."""
     out = forked / "shared"
     prompts = [{e["prompt"] for e in row_lines_of(out, rank)} for rank in (0, 1)]
     assert prompts[0]
@@ -276,49 +277,55 @@ def row_lines_of(folder: Path, rank: int) -> list[dict[str, Any]]:
 
 @pytest.mark.full
 def test_a_merge_waits_for_the_other_shards(pair: dict[str, str], tmp_path: Path) -> None:
-    run_ablation(grid(pair), tmp_path, Share(1, 2))
+    run_ablation(grid(pair), tmp_path, "1/2")
     assert merge(tmp_path) is None
     assert not (tmp_path / "table.parquet").exists()
     partial = merge(tmp_path, partial=True)
     assert partial is not None
     assert partial["missing"] == 18
-    assert run_ablation(grid(pair), tmp_path, Share(0, 1)).rows == 18
+    assert run_ablation(grid(pair), tmp_path, "0/1").rows == 18
     assert build_table(tmp_path)[1] == 0
 
 
 @pytest.mark.full
-def test_accelerate_launch_gives_the_table_of_one_process(finished: Path, pair: dict[str, str], tmp_path: Path) -> None:
-    """The real launcher, with two processes of the command line."""
+def test_processes_of_the_command_line_share_the_work_by_the_option(
+    finished: Path, pair: dict[str, str], tmp_path: Path
+) -> None:
     (tmp_path / "config.yaml").write_text(dump_yaml(grid(pair)))
-    command = [
-        sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines",
-        "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0", "-m", "specdec",
-        "ablate", str(tmp_path / "config.yaml"), "--out", str(tmp_path / "out"),
-    ]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    assert all(row_lines_of(tmp_path / "out", rank) for rank in (0, 1))
+    command = [sys.executable, "-m", "specdec", "ablate", str(tmp_path / "config.yaml"), "--out", str(tmp_path / "out")]
+    started = [
+        subprocess.Popen([*command, "--shard", f"{i}/2"], cwd=ROOT, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+        for i in range(2)
+    ]
+    for process in started:
+        _, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors
+    assert all(row_lines_of(tmp_path / "out", i) for i in (0, 1))
     assert timeless(as_rows(tmp_path / "out")) == timeless(as_rows(finished))
 
 
-def test_launchers_say_which_share_a_process_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    for names in LAUNCHERS:
-        for other in sum(LAUNCHERS, ()):
-            monkeypatch.delenv(other, raising=False)
-        assert Share.from_environment() == Share()
-        for name, value in zip(names, ("3", "8", "1"), strict=True):
-            monkeypatch.setenv(name, value)
-        assert Share.from_environment() == Share(3, 8, 1)
-
-
-def test_a_rank_outside_the_world_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "2")
+def test_a_launchers_environment_shards_nothing(
+    pair: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SpecdecError, match="RANK 2"):
-        Share.from_environment()
-    monkeypatch.setenv("RANK", "two")
-    with pytest.raises(SpecdecError, match="whole numbers"):
-        Share.from_environment()
+    small = grid(pair, strategies={}, axes={}, generation={"max_new_tokens": 1})
+    assert run_ablation(small, tmp_path).rows == len(PROMPTS)
+
+
+@pytest.mark.parametrize("text", ["2/2", "1", "-1/2", "0/0", "a/b", "1/2/3", ""])
+def test_what_is_no_shard_is_refused(text: str) -> None:
+    with pytest.raises(SpecdecError, match="0/4"):
+        Shard.parse(text)
+
+
+def test_shards_take_the_gpus_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    models = PairConfig("demo-target")
+    assert [Shard.parse(f"{i}/4").place(models).device for i in range(4)] == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
+    assert Shard().place(models).device is None
+    assert Shard(1, 2).place(replace(models, device="cpu")).device == "cpu"
 
 
 # -- failures and the gate --------------------------------------------------------------------------------------------

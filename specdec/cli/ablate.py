@@ -15,7 +15,7 @@ from specdec.cli import output
 from specdec.research.ablation.config import load_ablation
 from specdec.research.ablation.merge import REPORT, check_packages, merge
 from specdec.research.ablation.report import EVERY_ROW_FAILED
-from specdec.research.ablation.runner import Share, run_ablation
+from specdec.research.ablation.runner import run_ablation
 from specdec.research.ablation.store import Plan
 from specdec.research.bench.report import interval
 
@@ -45,23 +45,23 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the summary as one J
 @app.command("run")
 def run(
     config: Annotated[Path, typer.Argument(help="The YAML file.")],
-    out: Annotated[Path, typer.Option(help="The ablation's folder; one that was started is gone on with.")],
-    extend: Annotated[bool, typer.Option("--extend", help="Go on although the config or a version changed.")] = False,
+    out: Annotated[Path, typer.Option(help="The ablation's folder; resumes if it exists.")],
+    extend: Annotated[bool, typer.Option("--extend", help="Resume although the config or a version changed.")] = False,
+    shard: Annotated[str | None, typer.Option(help="Part of the work of this process, such as 0/4.")] = None,
     retry_errors: Annotated[bool, typer.Option("--retry-errors", help="Run rows again that failed.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Run what is missing, then write table.parquet, summary.json and report.html.
 
-    Exit status 1: a text differs from plain decoding's where it must not, or a row failed. With RANK and WORLD_SIZE in
-    the environment (accelerate launch, torchrun) each process runs its share; the last one that ends writes the table.
+    Exit status 1: a text differs from plain decoding's where it must not, or a row failed. Of several processes, each
+    with its own --shard, the last one that ends writes the table.
     """
     check_packages()
-    share = Share.from_environment()
     settings = load_ablation(config)
     plan = Plan.make(settings)
     steps = sum(-(-len(plan.prompts) // cell.batch_size) for cell in plan.cells)
     with output.progress("ablation", steps) as advance:
-        run_ablation(settings, out, share, extend, retry_errors, advance)
+        run_ablation(settings, out, shard, extend, retry_errors, advance)
     _finish(merge(out), out, as_json)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from specdec.research.ablation import Share, load_ablation, merge, run_ablation
+from specdec.research.ablation import load_ablation, merge, run_ablation
 
 LONGEST_WAIT = 0.1  # seconds, about what a row takes: some are killed within a row, some while one is written
 
@@ -52,10 +52,9 @@ def killed(config: Path, out: Path, chance: random.Random) -> bool:
     return os.WIFSIGNALED(os.waitpid(child, 0)[1])
 
 
-def share(config: Path, out: Path, rank: int, world: int) -> None:
-    """What one process of a launch does."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
-    run_ablation(load_ablation(config), out, Share.from_environment())
+def share(config: Path, out: Path, shard: str) -> None:
+    """What one of several processes does."""
+    run_ablation(load_ablation(config), out, shard)
     merge(out)
 
 
@@ -67,7 +66,7 @@ def main() -> None:
     for count in range(kills):
         if not killed(config, folder / "killed", chance):
             sys.exit(f"run {count + 1} ended before it was killed")
-    children = [forked(partial(share, config, folder / "shared", rank, 2)) for rank in range(2)]
+    children = [forked(partial(share, config, folder / "shared", f"{i}/2")) for i in range(2)]
     ends = [os.waitpid(child, 0)[1] for child in children]
     if any(ends):
         sys.exit("a process of the launch failed")

@@ -2,11 +2,11 @@
 
 from specdec.research.ablation.config import AblationConfig, Cell, DataConfig, load_ablation
 from specdec.research.ablation.merge import merge
-from specdec.research.ablation.runner import Session, Share, run_ablation
+from specdec.research.ablation.runner import Session, Shard, run_ablation
 from specdec.research.ablation.summary import summarise
 from specdec.research.ablation.table import as_rows, build_table
 
 __all__ = [
-    "AblationConfig", "Cell", "DataConfig", "Session", "Share", "as_rows", "build_table", "load_ablation", "merge",
+    "AblationConfig", "Cell", "DataConfig", "Session", "Shard", "as_rows", "build_table", "load_ablation", "merge",
     "run_ablation", "summarise",
 ]  # fmt: skip

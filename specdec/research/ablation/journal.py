@@ -68,7 +68,9 @@ class Journal:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             self.file.close()
-            raise SpecdecError(f"{self.path} is in use: another process writes to it") from None
+            raise SpecdecError(
+                f"{self.path} is in use: another process writes to it; give each its own --shard"
+            ) from None
         self.cut = self._cut_torn_end()
 
     def append(self, entries: Sequence[dict[str, Any]]) -> None:

@@ -1,18 +1,18 @@
-"""Runs the cells of an ablation that are not done yet, each model loaded once, each row written as it is finished.
+"""Run the cells of an ablation that are not done yet: each model is loaded once, each row is written when it is done.
 
-Order of work: pairs that share a target lie beside each other; within a pair, prompt by prompt (in calls of
+Order of work: pairs with the same target come one after the other; within a pair, prompt by prompt (in calls of
 `batch_size` prompts), and for each prompt every cell in turn, so that a machine that gets slower slows all settings
-alike. The first cell rotates with the prompt. A process of a launch takes every world_size-th call, so that all cells
-of a prompt run on one machine.
+alike. The first cell rotates with the prompt. A shard takes every `count`-th call, so that all cells of a prompt run on
+one machine.
 
 A prompt's seed is a hash of the cell's seed and the prompt's id, so that it depends neither on the other prompts nor on
-the batch; a row says which, and `generate(prompt, seed=[row_seed])` repeats it.
+the batch. The row records it, and `generate(prompt, seed=[row_seed])` repeats the row.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -34,83 +34,83 @@ from specdec.research.ablation.models import Shelf, by_models
 from specdec.research.ablation.store import Plan, Store
 from specdec.research.prompts.datasets import Prompt, as_given, with_template
 
-# How launchers number their processes: rank, world size, rank on the node. accelerate's for CPUs is mpirun.
-LAUNCHERS = (
-    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
-)
 Progress = Callable[[str], None]
-# What is to be found out about a loaded pair, once: (decoder, its cells, its prompts' ids, its rows) -> plain data.
+# Facts about a loaded pair, looked up once: (decoder, its cells, its prompts' ids, its rows) -> plain data.
 Examine = Callable[[SpeculativeDecoder, Sequence[Cell], Mapping[str, "Ids"], Mapping[tuple[str, str], Any]], Any]
 Ids = list[int] | SpecdecError  # a prompt's ids, or why it has none
 
 
 @dataclass(frozen=True)
-class Share:
-    """The part of a launch that this process is."""
+class Shard:
+    """One of `count` parts of an ablation, for processes that share the work."""
 
-    rank: int = 0
-    world: int = 1
-    local_rank: int | None = None
+    index: int = 0
+    count: int = 1
 
     @staticmethod
-    def from_environment() -> Share:
-        """What `accelerate launch`, torchrun, mpirun and their like say. Raises SpecdecError for a rank outside the
-        world."""
-        names = next((n for n in LAUNCHERS if n[1] in os.environ), LAUNCHERS[0])
-        try:
-            rank, world = int(os.environ.get(names[0], 0)), int(os.environ.get(names[1], 1))
-            local = os.environ.get(names[2])
-            share = Share(rank, world, None if local is None else int(local))
-        except ValueError as error:
-            raise SpecdecError(f"{', '.join(names)} must be whole numbers: {error}") from None
-        if not 0 <= rank < world:
-            raise SpecdecError(f"{names[0]} {rank} is outside the world of {names[1]} {world}")
-        return share
+    def parse(text: str) -> Shard:
+        """Read "0/4", the first of four. Raises SpecdecError for another form."""
+        numbers = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
+        shard = Shard(*map(int, numbers.groups())) if numbers else None
+        if shard is None or shard.index >= shard.count:
+            raise SpecdecError(f"shard: expected index/count with index from 0 to count - 1, such as 0/4, got {text!r}")
+        return shard
 
     def place(self, models: PairConfig) -> PairConfig:
-        """The pair on this process's GPU, where the config leaves the device open."""
-        if self.local_rank is None or models.device is not None or not torch.cuda.is_available():
+        """The pair on this shard's GPU, if the config leaves the device open: shards take the GPUs in turn."""
+        if self.count == 1 or models.device is not None or not torch.cuda.is_available():
             return models
-        return replace(models, device=f"cuda:{self.local_rank % torch.cuda.device_count()}")
+        return replace(models, device=f"cuda:{self.index % torch.cuda.device_count()}")
 
 
 @dataclass
 class Session:
-    """What one process did. Seconds: wall = all of it, load = models with their self-tests and warm-up, decode =
-    around the calls of `generate`."""
+    """What one process did; times in seconds."""
 
     rows: int = 0
     errors: int = 0
-    wall: float = 0.0
-    load: float = 0.0
-    decode: float = 0.0
+    wall: float = 0.0  # all of it
+    load: float = 0.0  # models with their self-tests and warm-up
+    decode: float = 0.0  # calls of `generate`
     loaded: list[str] = field(default_factory=list)
 
     @property
     def overhead(self) -> float | None:
-        """Time of the runner beside decoding, relative to decoding."""
+        """Time that the runner takes, relative to decoding."""
         return (self.wall - self.load - self.decode) / self.decode if self.decode else None
 
 
 def run_ablation(
-    config: AblationConfig, out: Path, share: Share | None = None, extend: bool = False, retry_errors: bool = False,
-    progress: Progress = lambda what: None, examine: Examine | None = None,
-) -> Session:  # fmt: skip
-    """Run what is missing in the folder `out`. `progress` is told of every call that is about to run; `examine` is
-    asked about every pair when its rows are done, and its answers are kept in the journal.
+    config: AblationConfig,
+    out: Path,
+    shard: Shard | str | None = None,
+    extend: bool = False,
+    retry_errors: bool = False,
+    progress: Progress = lambda what: None,
+    examine: Examine | None = None,
+) -> Session:
+    """Run what is missing in the folder `out`.
 
-    Raises SpecdecError for bad input, for files and devices that this machine lacks, and for a folder of another
-    ablation; a cell that fails is recorded and does not stop the others. A KeyboardInterrupt leaves what is done.
+    Args:
+        config: the ablation.
+        out: its folder; resumes if it exists.
+        shard: "0/4" = the first of four processes that share the work; None = all of it, whatever RANK says.
+        extend: resume although the config or a version changed.
+        retry_errors: run failed rows again.
+        progress: called before every call of `generate`.
+        examine: called for every pair when its rows are done; its results are kept in the journal.
+
+    Raises:
+        SpecdecError: bad input, a file or device that this machine lacks, the folder of another ablation. A cell that
+            fails is recorded and does not stop the others. A KeyboardInterrupt leaves what is done.
     """
     started = time.perf_counter()
-    share = share or Share()
+    shard = Shard.parse(shard) if isinstance(shard, str) else shard or Shard()
     plan = Plan.make(config)
     store = Store.open(out, plan, extend)
-    with Journal(out, share.rank) as journal:
+    with Journal(out, shard.index) as journal:
         store.read()
-        run = _Run(plan, store, journal, share, retry_errors, progress, examine)
+        run = _Run(plan, store, journal, shard, retry_errors, progress, examine)
         try:
             run.all()
         finally:
@@ -120,12 +120,22 @@ def run_ablation(
     return run.session
 
 
+@dataclass(frozen=True)
+class _Loaded:
+    """A pair in memory, with the ids of every prompt by its id."""
+
+    decoder: SpeculativeDecoder
+    weights: dict[str, str]  # hashes by role
+    encoded: dict[str, Ids]
+    template: str | None  # hash of the chat template that the prompts went through
+
+
 @dataclass
 class _Run:
     plan: Plan
     store: Store
     journal: Journal
-    share: Share
+    shard: Shard
     retry_errors: bool
     progress: Progress
     examine: Examine | None = None
@@ -134,7 +144,7 @@ class _Run:
     def all(self) -> None:
         """Every pair that has something missing."""
         groups = [group for group in by_models(self.plan.cells) if self._wanted(group[1])]
-        places = [self.share.place(models) for models, _ in groups]
+        places = [self.shard.place(models) for models, _ in groups]
         for models, (_, cells) in zip(places, groups, strict=True):
             try:
                 check_places(models)
@@ -154,7 +164,7 @@ class _Run:
         for size in dict.fromkeys(cell.batch_size for cell in cells):
             same = [cell for cell in cells if cell.batch_size == size]
             for number, first in enumerate(range(0, len(self.plan.prompts), size)):
-                if number % self.share.world != self.share.rank:
+                if number % self.shard.count != self.shard.index:
                     continue
                 prompts = self.plan.prompts[first : first + size]
                 turn = number % len(same)
@@ -166,81 +176,72 @@ class _Run:
         return self.store.done(cell, prompt, self.plan.fingerprint(prompt), self.retry_errors)
 
     def pair(self, models: PairConfig, cells: Sequence[Cell], shelf: Shelf) -> None:
-        """Every missing call of the cells of one pair. A pair that cannot be loaded fails them all."""
+        """Run every missing call of the cells of one pair. If the pair cannot be loaded, all of them fail."""
         started = time.perf_counter()
         self.progress(f"loading {cells[0].pair}")
-        failure: SpecdecError | None = None
         try:
-            decoder = shelf.decoder(models, cells)
-            weights = {role: h.get() for role, h in decoder._hashes.items()}
+            loaded = self._load(models, cells, shelf)
         except Exception as error:  # whatever a checkpoint trips over
             failure = _as_error(error)
-        if failure is not None:
             self.session.load += time.perf_counter() - started
             for number, cell, prompts in self.calls(cells):
                 self.write([_failed(cell, p, self.plan, number, failure) for p in prompts])
             return
-        self.store.check_weights(cells, weights)
-        encoded = {p.id: encode(p, decoder, self.plan.config) for p in self.plan.prompts}
-        self._warm_up(decoder, cells, encoded)
+        self.store.check_weights(cells, loaded.weights)
+        self._warm_up(loaded, cells)
         self.session.load += time.perf_counter() - started
         self.session.loaded.append(cells[0].pair)
         for number, cell, prompts in self.calls(cells):
             self.progress(f"{cell.pair}: {cell.chain}, {prompts[0].id}")
-            self.write(self.call(decoder, cell, prompts, encoded, number, weights))
+            self.write(self.call(loaded, cell, prompts, number))
         if self.examine is not None:
             self.store.read()
-            found = self.examine(decoder, cells, encoded, self.store.rows)
+            found = self.examine(loaded.decoder, cells, loaded.encoded, self.store.rows)
             self.journal.append([{"kind": "facts", "cell": cells[0].key, "facts": found}])
 
-    def _warm_up(self, decoder: SpeculativeDecoder, cells: Sequence[Cell], encoded: Mapping[str, Ids]) -> None:
-        rows = [ids for ids in encoded.values() if not isinstance(ids, SpecdecError)]
+    def _load(self, models: PairConfig, cells: Sequence[Cell], shelf: Shelf) -> _Loaded:
+        decoder = shelf.decoder(models, cells)
+        weights = {role: h.get() for role, h in decoder._hashes.items()}
+        encoded = {p.id: encode(p, decoder, self.plan.config) for p in self.plan.prompts}
+        templated = with_template(decoder.tokenizer, self.plan.config.data.chat)
+        return _Loaded(decoder, weights, encoded, hash_template(decoder.tokenizer) if templated else None)
+
+    def _warm_up(self, loaded: _Loaded, cells: Sequence[Cell]) -> None:
+        rows = [ids for ids in loaded.encoded.values() if not isinstance(ids, SpecdecError)]
         if rows and self.plan.config.warm_up_tokens:
             for cell in {cell.chain: cell for cell in (cells[0], cells[-1])}.values():
                 try:
-                    decoder.generate(rows[:1], self.plan.config.warm_up_tokens, strategies=list(cell.strategies))
+                    loaded.decoder.generate(rows[:1], self.plan.config.warm_up_tokens, strategies=list(cell.strategies))
                 except Exception:  # the cell itself will fail, and say so in its rows
                     continue
 
-    def call(
-        self, decoder: SpeculativeDecoder, cell: Cell, prompts: Sequence[Prompt], encoded: Mapping[str, Ids],
-        number: int, weights: Mapping[str, str],
-    ) -> list[dict[str, Any]]:  # fmt: skip
-        """One call of `generate`, as rows in the order of its prompts."""
-        known = {p.id: ids for p in prompts if not isinstance(ids := encoded[p.id], SpecdecError)}
-        rows = {
-            p.id: _failed(cell, p, self.plan, number, error)
-            for p in prompts if isinstance(error := encoded[p.id], SpecdecError)
-        }  # fmt: skip
-        seeds = [row_seed(cell.seed, name) for name in known]
-        options = {k: v for k, v in cell.generation.items() if k not in ("seed", "batch_size")}
-        started = time.perf_counter()
-        try:
-            out = None
-            if known:
-                out = decoder.generate(
-                    list(known.values()), strategies=[dict(s) for s in cell.strategies], seed=seeds,
-                    batch_size=cell.batch_size, **options,
-                )  # fmt: skip
-        except Exception as error:  # a cell that fails, out of memory included, must not stop the rest
-            failure = _as_error(error)
-            rows |= {p.id: _failed(cell, p, self.plan, number, failure) for p in prompts if p.id in known}
-        seconds = time.perf_counter() - started
-        self.session.decode += seconds if known else 0.0
-        if out is not None:
-            if "interrupted" in out.finish_reasons:
-                raise KeyboardInterrupt
-            made = [row_of(out, i, seconds) for i in range(len(known))]
-            templated = with_template(decoder.tokenizer, self.plan.config.data.chat)
-            template = hash_template(decoder.tokenizer) if templated else None
-            for (name, ids), seed, row in zip(known.items(), seeds, made, strict=True):
-                prompt = next(p for p in prompts if p.id == name)
-                head = _head(cell, prompt, self.plan, number)
-                rows[name] = {
-                    **head, "row_seed": seed, "prompt_tokens": len(ids), "prompt_hash": hash_ids(ids),
-                    "chat_template": template, "weights": dict(weights), **row,
-                }  # fmt: skip
-        return [rows[p.id] for p in prompts]
+    def call(self, loaded: _Loaded, cell: Cell, prompts: Sequence[Prompt], number: int) -> list[dict[str, Any]]:
+        """Make one call of `generate`; its rows are in the order of its prompts."""
+        ids = {p.id: found for p in prompts if not isinstance(found := loaded.encoded[p.id], SpecdecError)}
+        failures = {p.id: found for p in prompts if isinstance(found := loaded.encoded[p.id], SpecdecError)}
+        made: dict[str, dict[str, Any]] = {}
+        if ids:
+            started = time.perf_counter()
+            try:
+                out = _generate(loaded.decoder, cell, ids)
+                made = dict(zip(ids, rows_of(out, time.perf_counter() - started), strict=True))
+            except Exception as error:  # a cell that fails, out of memory included, must not stop the rest
+                failures |= dict.fromkeys(ids, _as_error(error))
+            self.session.decode += time.perf_counter() - started
+        rows = []
+        for p in prompts:
+            if p.id in failures:
+                rows.append(_failed(cell, p, self.plan, number, failures[p.id]))
+                continue
+            own = {
+                "row_seed": row_seed(cell.seed, p.id),
+                "prompt_tokens": len(ids[p.id]),
+                "prompt_hash": hash_ids(ids[p.id]),
+                "chat_template": loaded.template,
+                "weights": dict(loaded.weights),
+            }
+            rows.append({**_head(cell, p, self.plan, number), **own, **made[p.id]})
+        return rows
 
     def write(self, rows: list[dict[str, Any]]) -> None:
         """Put the rows of a call into the journal."""
@@ -264,33 +265,51 @@ def row_seed(seed: int, prompt: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{prompt}".encode()).digest()[:8], "big") >> 1
 
 
-def row_of(out: Generation, index: int, seconds: float) -> dict[str, Any]:
-    """What one row of a call leaves in the journal. Times are the call's, shared equally by its rows."""
+def _generate(decoder: SpeculativeDecoder, cell: Cell, ids: Mapping[str, list[int]]) -> Generation:
+    options = {k: v for k, v in cell.generation.items() if k not in ("seed", "batch_size")}
+    options |= {"seed": [row_seed(cell.seed, name) for name in ids], "batch_size": cell.batch_size}
+    out = decoder.generate(list(ids.values()), strategies=[dict(s) for s in cell.strategies], **options)
+    if "interrupted" in out.finish_reasons:
+        raise KeyboardInterrupt
+    return out
+
+
+def rows_of(out: Generation, seconds: float) -> list[dict[str, Any]]:
+    """What the rows of a call leave in the journal. Times are the call's, shared equally by its rows."""
     count, times = len(out), out.stats.times
     parts = {"prefill": times.prefill, "draft": times.draft, "verify": times.verify}
     parts["other"] = max(0.0, seconds - sum(parts.values()))
-    error = out.errors[index]
-    return {
-        "status": "ok" if error is None else "error",
-        "error": error,
-        "tokens": out.token_ids[index],
-        "text": out.texts[index] if out.texts is not None else None,
-        "finish_reason": out.finish_reasons[index],
-        "records": [list(record) for record in out.stats.rows[index]],
+    shared = {
         "lossy": out.lossy,
         "exact": out.provenance["exact"],
         "seconds": seconds / count,
         **{f"{name}_seconds": value / count for name, value in parts.items()},
         "strategy_seconds": {name: c.t_draft / count for name, c in out.stats.counters.items()},
     }
+    return [
+        {
+            "status": "ok" if error is None else "error",
+            "error": error,
+            "tokens": out.token_ids[i],
+            "text": out.texts[i] if out.texts is not None else None,
+            "finish_reason": out.finish_reasons[i],
+            "records": [list(record) for record in out.stats.rows[i]],
+            **shared,
+        }
+        for i, error in enumerate(out.errors)
+    ]
 
 
 def _head(cell: Cell, prompt: Prompt, plan: Plan, number: int) -> dict[str, Any]:
     made_with = versions()
     return {
-        "kind": "row", "cell": cell.key, "prompt": prompt.id, "fingerprint": plan.fingerprint(prompt), "call": number,
+        "kind": "row",
+        "cell": cell.key,
+        "prompt": prompt.id,
+        "fingerprint": plan.fingerprint(prompt),
+        "call": number,
         "versions": ", ".join(f"{name} {made_with[name]}" for name in ("specdec", "torch", "transformers")),
-    }  # fmt: skip
+    }
 
 
 def _failed(cell: Cell, prompt: Prompt, plan: Plan, number: int, error: SpecdecError) -> dict[str, Any]:
