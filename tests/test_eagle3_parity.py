@@ -25,26 +25,28 @@ def test_there_are_cases() -> None:
     assert FILES
 
 
-def context(head: EagleHead, case: dict[str, Tensor], entries: int) -> tuple[Tensor, Tensor]:
-    """Logits and features of the first entries: the states of token j with the embedding of token j + 1."""
+def context(head: EagleHead, case: dict[str, Tensor], entries: int, first: int = 0) -> tuple[Tensor, Tensor]:
+    """Logits and features of the first entries: the states of token j with the embedding of token j + 1.
+
+    first: position of entry 0. SafeAILab begins with 0, speculators with 1; which it is changes only the rounding."""
     embeddings = head.embed(case["tokens"][:, 1 : entries + 1])
-    return head(embeddings, case["aux"][:, :entries], torch.arange(entries)[None], causal(entries))
+    return head(embeddings, case["aux"][:, :entries], first + torch.arange(entries)[None], causal(entries))
 
 
-def chain(head: EagleHead, case: dict[str, Tensor], steps: int) -> Tensor:
+def chain(head: EagleHead, case: dict[str, Tensor], steps: int, first: int = 0) -> Tensor:
     """Draft steps over the ragged cache, on the head's own output and the true tokens; logits [steps, V_d]."""
     entries = int(case["n_context"])
     cache = RaggedCache(head.config.num_hidden_layers, 1, entries + steps)
     cache.aim(torch.arange(entries)[None], slice(0, 1), entries)
     embeddings = head.embed(case["tokens"][:, 1 : entries + 1])
-    positions = torch.arange(entries)[None]
+    positions = first + torch.arange(entries)[None]
     logits, feature = head(embeddings, case["aux"][:, :entries], positions, causal(entries), cache)
     found = [logits[0, -1]]
     for step in range(1, steps):
         at = torch.tensor([[entries + step - 1]])
         cache.aim(at, slice(0, 1), entries + step)
         embeddings = head.embed(case["tokens"][:, entries + step : entries + step + 1])
-        logits, feature = head(embeddings, feature[:, -1:], at, None, cache)
+        logits, feature = head(embeddings, feature[:, -1:], first + at, None, cache)
         found.append(logits[0, -1])
     return torch.stack(found)
 
@@ -71,7 +73,7 @@ def test_draft_steps(file: Path) -> None:
 def test_residual_after_the_norm(file: Path) -> None:
     case = read_case(file)
     head = head_of(case, norm_before_residual=True)
-    logits, _ = context(head, case, case["aux"].shape[1])
+    logits, _ = context(head, case, case["aux"].shape[1], first=1)
     assert difference(logits[0], case["norm_before_residual_logits"]) < CLOSE
     assert difference(case["norm_before_residual_logits"], case["context_logits"]) > 0.01
 
@@ -80,7 +82,7 @@ def test_residual_after_the_norm(file: Path) -> None:
 def test_normed_output_is_fed_back(file: Path) -> None:
     case = read_case(file)
     expected = case["norm_output_chain_logits"]
-    assert difference(chain(head_of(case, norm_output=True), case, len(expected)), expected) < CLOSE
+    assert difference(chain(head_of(case, norm_output=True), case, len(expected), 1), expected) < CLOSE
     assert difference(expected[1:], case["chain_logits"][1:]) > 0.01
 
 

@@ -50,17 +50,18 @@ def rope_frequencies(config: HeadConfig) -> tuple[Tensor, float]:
     known = sorted({"default", *ROPE_INIT_FUNCTIONS} - {"dynamic", "longrope"})
     if kind not in known:
         raise SpecdecError(f"eagle3: heads with rope_type {kind!r} are not supported: {', '.join(known)} are")
-    carrier = LlamaConfig(
-        hidden_size=config.hidden_size,
-        num_attention_heads=config.num_attention_heads,
-        head_dim=config.head_dim,
-        max_position_embeddings=config.max_position_embeddings,
-        rope_parameters=dict(config.rope),
-    )
     try:
+        carrier = LlamaConfig(
+            hidden_size=config.hidden_size,
+            num_attention_heads=config.num_attention_heads,
+            head_dim=config.head_dim,
+            max_position_embeddings=config.max_position_embeddings,
+            rope_parameters=dict(config.rope),
+        )
         frequencies, factor = ROPE_INIT_FUNCTIONS[kind](carrier, torch.device("cpu"))
-    except (KeyError, TypeError) as error:
-        raise SpecdecError(f"eagle3: rope_type {kind!r} lacks the parameter {error}; add it to config.json") from None
+    except (KeyError, TypeError, ValueError) as error:
+        said = error.args[0] if error.args else repr(error)
+        raise SpecdecError(f"eagle3: rope_type {kind!r} cannot be set up: {said}; complete config.json") from None
     return frequencies, float(factor)
 
 
