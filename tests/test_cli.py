@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -17,6 +18,7 @@ import specdec
 from specdec import SpeculativeDecoder
 from specdec.cli import app, output
 from specdec.cli.inputs import chain, with_extra
+from specdec.cli.options import Models, Prompts, with_groups
 from specdec.errors import SpecdecError
 from specdec.research import demo as demo_module
 from tests.helpers.tiny import tiny_model
@@ -361,6 +363,29 @@ def test_tables_show_every_strategy() -> None:
     for made in (output.strategy_table(stats), output.position_table(stats), output.counter_table(stats)):
         console.print(made)
     assert console.export_text().count("ngram-simple") == 3
+
+
+def test_groups_of_options_become_options_of_a_verb() -> None:
+    seen: dict[str, Any] = {}
+
+    @with_groups
+    def verb(models: Models, prompts: Prompts, extra: int = 3) -> None:
+        seen.update(models=models.given(), prompts=prompts.read(), extra=extra)
+
+    own = typer.Typer()
+    own.command()(verb)
+    typed = ["--target", "t", "--trust-remote-code", "--prompt", "a", "--prompt", "b", "--extra", "5"]
+    assert CliRunner().invoke(own, typed).exit_code == 0
+    assert seen == {"models": {"target": "t", "trust_remote_code": True}, "prompts": ["a", "b"], "extra": 5}
+
+
+@pytest.mark.parametrize("verb", ["demo", "generate", "check", "compare", "trace record"])
+def test_no_verb_has_an_option_twice(verb: str) -> None:
+    command = typer.main.get_command(app)
+    for name in verb.split():
+        command = command.commands[name]  # type: ignore[attr-defined]
+    names = [flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)]
+    assert len(set(names)) == len(names)
 
 
 def test_version_and_help() -> None:

@@ -12,6 +12,7 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 from specdec.cli import output
+from specdec.cli.options import AsJson
 from specdec.research.ablation.config import load_ablation
 from specdec.research.ablation.merge import REPORT, check_packages, merge
 from specdec.research.ablation.report import EVERY_ROW_FAILED
@@ -39,7 +40,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     no_args_is_help=True,
 )
-AsJson = Annotated[bool, typer.Option("--json", help="Print the summary as one JSON document.")]
 
 
 @app.command("run")

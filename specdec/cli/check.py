@@ -8,39 +8,30 @@ import typer
 from rich.console import Console
 
 from specdec.cli import output
-from specdec.cli.inputs import given
+from specdec.cli.options import AsJson, Models, with_groups
 from specdec.errors import SpecdecError
 from specdec.models.loading import inspect_pair
 from specdec.models.pair_report import PairReport
 
 
+@with_groups
 def check(
-    target: Annotated[str, typer.Option(help="Hub id, folder, GGUF file, or demo-target.")],
-    draft: Annotated[str | None, typer.Option(help="The same for the draft, or demo-draft.")] = None,
+    models: Models,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows in one pass, for the memory.")] = 1,
     tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of a row; default: the target's context.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda[:n].")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
-    draft_device: Annotated[str | None, typer.Option(help="The draft's device.")] = None,
-    draft_dtype: Annotated[str | None, typer.Option(help="The draft's dtype.")] = None,
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run a model's code.")] = False,
-    revision: Annotated[str | None, typer.Option(help="The target's revision on the hub.")] = None,
-    draft_revision: Annotated[str | None, typer.Option(help="The draft's revision on the hub.")] = None,
     translate: Annotated[bool, typer.Option("--translate", help="Accept a draft with another vocabulary.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON document.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Report vocabulary, context, size ratio and memory of a pair; no weights are loaded.
 
     Exit status 2: the pair cannot work; the line on standard error says why.
     """
-    if translate and draft is None:
+    if models.target is None:
+        raise SpecdecError("no target: give --target")
+    if translate and models.draft is None:
         raise SpecdecError("--translate is about a draft: give --draft")
-    options = given(
-        device=device, dtype=dtype, draft_device=draft_device, draft_dtype=draft_dtype, revision=revision,
-        draft_revision=draft_revision,
-    )  # fmt: skip
     with output.progress("reading configs and tokenizers"):
-        report = inspect_pair(target, draft, trust_remote_code=trust_remote_code, translate=translate, **options)
+        report = inspect_pair(**models.given(), translate=translate)
     if as_json:
         memory = {"batch_size": batch_size, "tokens": _tokens(report, tokens)}
         output.print_json({**report.to_dict(batch_size, tokens), "memory_for": memory})

@@ -14,7 +14,8 @@ from rich.markup import escape
 
 from specdec.cli import output
 from specdec.cli.ablate import print_gate
-from specdec.cli.inputs import SETS, given, read_prompts, refuse_beside, with_extra
+from specdec.cli.inputs import given, refuse_beside
+from specdec.cli.options import SETS, AsJson, Generation, Prompts, with_groups
 from specdec.research.ablation.compare import compare as run_compare
 from specdec.research.ablation.compare import compare_config
 from specdec.research.ablation.merge import check_packages
@@ -24,44 +25,39 @@ FAILED = 1
 POSITIONS = 6
 
 
+@with_groups
 def compare(
     target: Annotated[str, typer.Option(help="Hub id, folder, GGUF file, or demo-target.")],
-    draft: Annotated[list[str] | None, typer.Option(help="A draft model; several times.")] = None,
-    strategy: Annotated[list[str] | None, typer.Option(help="A strategy without a draft model; several times.")] = None,
+    prompts: Prompts,
+    generation: Generation,
+    draft: Annotated[list[str] | None, typer.Option(help="A draft model; repeat for more.")] = None,
+    strategy: Annotated[list[str] | None, typer.Option(help="A strategy without a draft model; repeat.")] = None,
     k: Annotated[int | None, typer.Option(min=1, help="Tokens that a draft model drafts.", show_default="5")] = None,
     dataset: Annotated[str | None, typer.Option(help=SETS, show_default="spec-bench")] = None,
-    category: Annotated[list[str] | None, typer.Option(help="Only this category; several times.")] = None,
+    category: Annotated[list[str] | None, typer.Option(help="Only this category; repeat for more.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Prompts, spread over categories.", show_default="8")] = None,
-    longest: Annotated[int | None, typer.Option(min=1, help="Tokens of a prompt; the rest is cut.")] = None,
-    prompt: Annotated[list[str] | None, typer.Option(help="A text in the place of the set; several times.")] = None,
-    prompt_file: Annotated[list[Path] | None, typer.Option(help="A text file; several times.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a row.")] = 64,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 = greedy.")] = 0.0,
-    acceptance: Annotated[str, typer.Option(help="leviathan, match or coupled.")] = "leviathan",
-    option: Annotated[list[str] | None, typer.Option(help="Another generation option, name=value.")] = None,
+    longest: Annotated[int | None, typer.Option(min=1, help="Cut prompts to this many tokens.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda[:n].")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
     draft_dtype: Annotated[str | None, typer.Option(help="The drafts' dtype.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Keep rows, table and report here, and resume from it.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder for rows, table and report; resumes if it exists.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Rank drafts and strategies for one target on the same prompts, with the reasons that fit.
 
-    Exit status 1: a text differs from plain decoding's where it must not, or a row failed.
+    Without --max-new-tokens, 64 tokens a row. Exit status 1: a text differs from plain decoding's where it must not, or
+    a row failed.
     """
     check_packages()
-    typed = read_prompts(prompt or [], prompt_file or [])
-    of_a_set = given(dataset=dataset, category=category, limit=limit)
-    if typed:
-        refuse_beside("--prompt", of_a_set)
+    texts = prompts.read()
+    if texts:
+        refuse_beside("--prompt", given(dataset=dataset, category=category, limit=limit))
     if not draft:
         refuse_beside("strategies alone", given(k=k, draft_dtype=draft_dtype))
     data = given(dataset=dataset, categories=category, limit=limit, longest=longest)
-    own = {"max_new_tokens": max_new_tokens, "temperature": temperature, "acceptance": acceptance}
-    config = compare_config(
-        target, draft or [], strategy or [], 5 if k is None else k, typed, data,
-        given(device=device, dtype=dtype, draft_dtype=draft_dtype), **with_extra(own, option or []),
-    )  # fmt: skip
+    loading = given(device=device, dtype=dtype, draft_dtype=draft_dtype)
+    options = {"max_new_tokens": 64, **generation.settings()}
+    config = compare_config(target, draft or [], strategy or [], k or 5, texts, data, loading, **options)
     with ExitStack() as stack:
         folder = out or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="specdec-compare-")))
         with output.progress("comparing") as advance:

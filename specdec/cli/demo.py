@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -11,41 +9,34 @@ from rich.console import Console
 from rich.text import Text
 
 from specdec.cli import output
-from specdec.cli.inputs import chain, given
+from specdec.cli.inputs import make_run
+from specdec.cli.options import AsJson, Generation, Prompts, Run, with_groups
 from specdec.config import RunConfig, load_yaml
 from specdec.research.demo import DEMO, DemoResult, run_demo, tokens_per_second
 
 FAILED = 1
 
 
+@with_groups
 def demo(
-    config: Annotated[Path | None, typer.Option(help="A run as a YAML file, in place of the built-in one.")] = None,
-    strategies: Annotated[str | None, typer.Option(help="The chain: names, or name:key=value, by priority.")] = None,
-    prompt: Annotated[list[str] | None, typer.Option(help="Text to continue; may be given several times.")] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(help="Most tokens to generate for a prompt.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 = greedy.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of sampled text.")] = None,
-    acceptance: Annotated[str | None, typer.Option(help="Acceptance rule: leviathan, match or coupled.")] = None,
+    prompts: Prompts,
+    run: Run,
+    generation: Generation,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each way; medians are shown.")] = 3,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Decode with the embedded models, show who proposed each token, and compare with plain decoding.
 
     Exit status 1: the text is not the text of plain decoding, although it must be.
     """
-    run = DEMO if config is None else load_yaml(config)
-    options = given(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, acceptance=acceptance)
-    run = replace(run, generation={**run.generation, **options})
-    if strategies is not None:
-        run = replace(run, strategies=chain(strategies))
-    if prompt:
-        run = replace(run, prompts=tuple(prompt))
+    base = DEMO if run.config is None else load_yaml(run.config)
+    made = make_run(base, generation.settings(), run.strategies, prompts.read())
     with output.progress("decoding, plainly and with drafts in turns", 2 + 2 * repeats) as advance:
-        result = run_demo(run, repeats, advance)
+        result = run_demo(made, repeats, advance)
     if as_json:
         output.print_json(result.to_dict())
     else:
-        _print(output.stdout(), result, run)
+        _print(output.stdout(), result, made)
     if result.identical is False:
         raise typer.Exit(FAILED)
 
@@ -65,7 +56,7 @@ def _print(console: Console, result: DemoResult, run: RunConfig) -> None:
 
 
 def _summary(result: DemoResult, stats: dict[str, Any]) -> Any:
-    answer = {True: "yes", False: "NO", None: "not comparable: sampled"}[result.identical]
+    answer = {True: "yes", False: "NO", None: "not comparable"}[result.identical]
     made = output.table("figure", "value")
     made.add_row("tokens per round", output.number(stats["tokens_per_round"]))
     made.add_row("acceptance length", output.number(stats["acceptance_length"]))

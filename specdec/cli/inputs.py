@@ -1,37 +1,35 @@
-"""From what users type to configs: options that were given, chains, prompts, generation options."""
+"""From what users type to configs: chains, prompts, generation options, runs."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from specdec.config import GenerationSettings
+from specdec.config import GenerationSettings, PairConfig, RunConfig, load_yaml
+from specdec.decoding.validation import check_chain, check_generation, check_loading
 from specdec.drafters import make_drafters
 from specdec.errors import SpecdecError
 from specdec.files.texts import parse_yaml, read_text
 
-# What --dataset takes, in every verb: docs/datasets.md.
-SETS = "spec-bench, humaneval, gsm8k; a JSON-lines, chat or text file; or hf:owner/name."
-
 
 def given(**options: Any) -> dict[str, Any]:
-    """The options that were given: everything that is not None."""
+    """The options that are on the command line: those that are not None."""
     return {name: value for name, value in options.items() if value is not None}
 
 
 def refuse_beside(what: str, options: Mapping[str, Any]) -> None:
-    """Raise SpecdecError for an option that was given and has no effect beside `what`."""
+    """Raise SpecdecError for an option that has no effect beside `what`."""
     for name in options:
         raise SpecdecError(f"--{name.replace('_', '-')} has no effect beside {what}")
 
 
 def chain(
     text: str | None, translate: bool = False, has_draft: bool = True, known: Sequence[Any] | None = None
-) -> tuple[Any, ...] | None:  # fmt: skip
-    """A chain as typed, where nothing was, the known one; `none` = plain decoding; translate: set it on the draft
-    models.
+) -> tuple[Any, ...] | None:
+    """The chain that was typed, else the known one; `none` = plain decoding. translate: set it on the draft models.
 
     Raises SpecdecError for an unknown strategy or option.
     """
@@ -48,6 +46,33 @@ def chain(
     return tuple(drafters)
 
 
+def base_run(config: Path | None, models: Mapping[str, Any]) -> RunConfig:
+    """The run of a config file, or a new one, with these models. Raises SpecdecError without a target."""
+    if config is not None:
+        run: RunConfig = load_yaml(config)
+        return replace(run, pair=replace(run.pair, **models))
+    if "target" not in models:
+        raise SpecdecError("no target: give --target, or --config with a pair")
+    return RunConfig(PairConfig(**models))
+
+
+def make_run(
+    base: RunConfig, options: Mapping[str, Any], strategies: str | None, prompts: Sequence[str], translate: bool = False
+) -> RunConfig:
+    """The run with what was typed in place of its own. Raises SpecdecError before any model is loaded."""
+    check_loading(base.pair)
+    generation = {**base.generation, **options}
+    settings = check_generation(generation)
+    has_draft = base.pair.draft is not None
+    chosen = chain(strategies, translate, has_draft, base.strategies)
+    if chosen is not None:
+        check_chain(chosen, has_draft, settings)
+    run = replace(base, generation=generation, prompts=tuple(prompts) or base.prompts, strategies=chosen)
+    if not run.prompts:
+        raise SpecdecError("no prompt: give --prompt or --prompt-file")
+    return run
+
+
 def read_prompts(prompts: Sequence[str], files: Sequence[Path]) -> list[str]:
     """Prompts as typed, then one from each file; `-` is standard input. Raises SpecdecError for what cannot be read."""
     return [*prompts, *(_read(file) for file in files)]
@@ -62,9 +87,11 @@ def _read(file: Path) -> str:
         raise SpecdecError(f"standard input cannot be read as UTF-8 text: {error}") from None
 
 
-def with_extra(options: dict[str, Any], pairs: Sequence[str]) -> dict[str, Any]:
-    """Generation options that were given by their own names, and those of `--option name=value` with values as YAML
-    reads them. Raises SpecdecError for one that was given both ways, and for one that does not exist."""
+def with_extra(options: Mapping[str, Any], pairs: Sequence[str]) -> dict[str, Any]:
+    """Add the options of `--option name=value`, with values as YAML reads them.
+
+    Raises SpecdecError for one that was given both ways, and for one that does not exist.
+    """
     made = dict(options)
     for pair in pairs:
         name, separator, value = (part.strip() for part in pair.partition("="))

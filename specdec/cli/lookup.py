@@ -12,6 +12,7 @@ from rich.markup import escape
 
 from specdec.cli import output
 from specdec.cli.inputs import read_prompts
+from specdec.cli.options import AsJson
 from specdec.drafters.ngram.lookup_cache import LONGEST, LookupCache
 from specdec.errors import SpecdecError
 from specdec.files.texts import parse_json
@@ -26,12 +27,11 @@ app = typer.Typer(
 )  # fmt: skip
 
 Texts = Annotated[list[Path] | None, typer.Argument(help="Text files; - = standard input.")]
-Prompts = Annotated[list[str] | None, typer.Option("--prompt", help="Text; may be given several times.")]
+Prompts = Annotated[list[str] | None, typer.Option("--prompt", help="Text; repeat for more.")]
 IdFiles = Annotated[list[Path] | None, typer.Option("--ids", help="JSON lines, each a list of token ids.")]
 TokenizerName = Annotated[
     str | None, typer.Option("--tokenizer", "--target", help="Hub id, folder, GGUF file, or demo.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
 @app.command()

@@ -11,8 +11,8 @@ import typer
 from rich.text import Text
 
 from specdec.cli import output
-from specdec.cli.generate import make_run
-from specdec.cli.inputs import SETS, given, read_prompts, refuse_beside, with_extra
+from specdec.cli.inputs import base_run, given, make_run, refuse_beside
+from specdec.cli.options import CHAT, SETS, AsJson, Generation, Models, Prompts, Run, with_groups
 from specdec.config import RunConfig
 from specdec.decoding.prompts import chat_rows
 from specdec.decoding.result import Round
@@ -25,46 +25,31 @@ from specdec.research.traces.trace import Trace, record
 app = typer.Typer(
     help="Record every round of a run, and show it.", context_settings={"help_option_names": ["-h", "--help"]}
 )
-CHAT = "Put prompts through the chat template, or do not; neither = chats of a set alone."
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
-Html = Annotated[Path | None, typer.Option("--html", help="Also write the token page here.")]
+Html = Annotated[Path | None, typer.Option("--html", help="Also write the token page to this file.")]
 
 
 @app.command("record")
+@with_groups
 def record_run(
     out: Annotated[Path, typer.Option(help="Files to write: OUT.safetensors and OUT.json.")],
-    target: Annotated[str | None, typer.Option(help="Hub id, folder, GGUF file, or demo-target.")] = None,
-    draft: Annotated[str | None, typer.Option(help="The same for the draft, or demo-draft.")] = None,
-    prompt: Annotated[list[str] | None, typer.Option(help="Text to continue; may be given several times.")] = None,
-    prompt_file: Annotated[list[Path] | None, typer.Option(help="A file with one prompt; - = standard input.")] = None,
+    models: Models,
+    prompts: Prompts,
+    run: Run,
+    generation: Generation,
     dataset: Annotated[str | None, typer.Option(help=SETS)] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Most prompts of the set, spread over categories.")] = None,
-    chat: Annotated[bool | None, typer.Option("--chat/--no-chat", help=CHAT)] = None,
-    strategies: Annotated[str | None, typer.Option(help="a,b:key=value by priority; none = plain decoding.")] = None,
-    config: Annotated[Path | None, typer.Option(help="A run as a YAML file; options given here win over it.")] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(help="Most tokens to generate for a prompt.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 = greedy.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Row i is keyed (seed, i).")] = None,
-    acceptance: Annotated[str | None, typer.Option(help="leviathan, match or coupled.")] = None,
-    option: Annotated[list[str] | None, typer.Option(help="Any other generation option, as name=value.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda[:n].")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
-    top: Annotated[int, typer.Option(min=1, help="Best tokens of each law to keep.")] = 5,
+    chat: Annotated[bool | None, typer.Option("--chat/--no-chat", help=f"{CHAT} Default: chats of a set.")] = None,
+    top: Annotated[int, typer.Option(min=1, help="Record this many of the most likely tokens per position.")] = 5,
     html: Html = None,
     as_json: AsJson = False,
 ) -> None:
-    """Generate, and keep every round. Warns on standard error while drafts are hardly accepted."""
-    pair = given(target=target, draft=draft, device=device, dtype=dtype)
-    options = given(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, acceptance=acceptance)
-    options = with_extra(options, option or [])
-    typed = read_prompts(prompt or [], prompt_file or [])
+    """Generate, and record every round. Warns on standard error while drafts are hardly accepted."""
     if dataset is None:
         refuse_beside("prompts that are no set: --dataset", given(limit=limit))
     known = [] if dataset is None else load_prompts(dataset, limit=limit)
-    run = make_run(config, pair, options, strategies, False, typed + [p.text for p in known])
-    names = [f"prompt {i}" for i in range(len(run.prompts) - len(known))]
-    kinds = [""] * len(names) + [p.category for p in known]
-    trace = _record(run, known, chat, top, names + [p.id for p in known], kinds)
+    base = base_run(run.config, models.given())
+    texts = prompts.read() + [p.text for p in known]
+    trace = _record(make_run(base, generation.settings(), run.strategies, texts), known, chat, top)
     trace.save(out)
     _write_page(trace, html)
     facts = {"file": str(out), "rows": len(trace.rows), "rounds": len(trace.rounds)}
@@ -77,11 +62,11 @@ def record_run(
     output.stdout().print(made)
 
 
-def _record(
-    run: RunConfig, known: Sequence[Prompt], chat: bool | None, top: int, ids: Sequence[str], categories: Sequence[str]
-) -> Trace:
-    """The run's trace. known: the last of its prompts, where they come from a set."""
+def _record(run: RunConfig, known: Sequence[Prompt], chat: bool | None, top: int) -> Trace:
+    """The run's trace. known: the prompts that come from a set, the last of the run's."""
     typed = run.prompts[: len(run.prompts) - len(known)]
+    ids = [f"prompt {i}" for i in range(len(typed))] + [p.id for p in known]
+    categories = [""] * len(typed) + [p.category for p in known]
     prompts: list[Any] = [[{"role": "user", "content": p}] if chat else p for p in typed]
     with output.progress("loading") as advance:
         decoder = load_decoder(run)
@@ -95,13 +80,15 @@ def _record(
 @app.command()
 def show(
     path: Annotated[Path, typer.Argument(help="A trace, by either of its files or without a suffix.")],
-    row: Annotated[list[int] | None, typer.Option(help="Only this row; may be given several times.")] = None,
-    strategy: Annotated[list[str] | None, typer.Option(help="Only rounds that this strategy drafted.")] = None,
-    rounds: Annotated[bool, typer.Option("--rounds", help="A line for each round, in place of the text.")] = False,
+    row: Annotated[list[int] | None, typer.Option(help="Only this row; repeat for more.")] = None,
+    strategy: Annotated[
+        list[str] | None, typer.Option(help="Only rounds that this strategy drafted; repeat for more.")
+    ] = None,
+    rounds: Annotated[bool, typer.Option("--rounds", help="Print a line for each round in place of the text.")] = False,
     html: Html = None,
     as_json: AsJson = False,
 ) -> None:
-    """The text with every token's origin; rejected drafts stand in [-these-]. With --json the rounds, as recorded."""
+    """Print the text with every token's origin, rejected drafts in [-brackets-]; with --json the rounds as recorded."""
     trace = Trace.load(path)
     chosen = trace.select(row, strategy)
     _write_page(trace, html)
@@ -130,7 +117,7 @@ def _write_page(trace: Trace, html: Path | None) -> None:
 
 
 def _text(trace: Trace, index: int, rounds: Sequence[Round], palette: dict[str, str]) -> Text:
-    """The row's text. Rounds that were filtered out stand as `...`."""
+    """The row's text, with `...` in place of the rounds that were filtered out."""
     row, shown = trace.rows[index], {id(r) for r in rounds}
     text = Text(row.prompt_text or " ".join(map(trace.text_of, row.prompt)), style="dim")
     at, gap = 0, False
@@ -153,8 +140,8 @@ def _text(trace: Trace, index: int, rounds: Sequence[Round], palette: dict[str, 
 
 def _struck(trace: Trace, r: Round) -> str:
     path = range(r.accepted) if r.path is None else r.path
-    fallen = "".join(trace.text_of(t) for node, t in enumerate(r.draft) if node not in path)
-    return f"[-{fallen}-]".replace("\n", "⏎") if fallen else ""
+    rejected = "".join(trace.text_of(t) for node, t in enumerate(r.draft) if node not in path)
+    return f"[-{rejected}-]".replace("\n", "⏎") if rejected else ""
 
 
 def _round_table(trace: Trace, rounds: Sequence[Round]) -> Any:

@@ -1,0 +1,121 @@
+"""Options that several verbs have, in groups: a parameter of a verb that is a group becomes one option per field."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import wraps
+from inspect import Parameter, Signature, signature
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+from typer import Option
+
+from specdec.cli.inputs import read_prompts, with_extra
+
+AsJson = Annotated[bool, Option("--json", help="Print one JSON document.")]
+Out = Annotated[Path | None, Option(help="Also write the JSON document to this file.")]
+Texts = list[str] | None
+# What --dataset takes: docs/datasets.md.
+SETS = "spec-bench, humaneval, gsm8k; a JSON-lines, chat or text file; or hf:owner/name."
+STRATEGIES = "Strategies in order of priority, a,b:key=value; none = plain decoding."
+ACCEPTANCE = "leviathan, match, coupled, or a rule of your own as module:name."
+CHAT = "Whether prompts go through the chat template."
+
+
+@dataclass(frozen=True)
+class Group:
+    """Options that belong together."""
+
+    def given(self) -> dict[str, Any]:
+        """The options that are on the command line."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Models(Group):
+    """Which models, where and how they are loaded: fields of PairConfig."""
+
+    target: Annotated[str | None, Option(help="Hub id, folder, GGUF file, or demo-target.")] = None
+    draft: Annotated[str | None, Option(help="The same for the draft, or demo-draft.")] = None
+    device: Annotated[str | None, Option(help="cpu or cuda[:n].")] = None
+    dtype: Annotated[str | None, Option(help="float32, bfloat16 or float16.")] = None
+    draft_device: Annotated[str | None, Option(help="The draft's device.")] = None
+    draft_dtype: Annotated[str | None, Option(help="The draft's dtype.")] = None
+    revision: Annotated[str | None, Option(help="The target's revision on the hub.")] = None
+    draft_revision: Annotated[str | None, Option(help="The draft's revision on the hub.")] = None
+    trust_remote_code: Annotated[bool | None, Option("--trust-remote-code", help="Run a model's own code.")] = None
+
+
+@dataclass(frozen=True)
+class Generation(Group):
+    """How text is generated."""
+
+    max_new_tokens: Annotated[int | None, Option(help="Most tokens to generate for a prompt.")] = None
+    temperature: Annotated[float | None, Option(help="0 = greedy.")] = None
+    seed: Annotated[int | None, Option(help="Row i is keyed (seed, i).")] = None
+    acceptance: Annotated[str | None, Option(help=ACCEPTANCE)] = None
+    option: Annotated[Texts, Option(help="Any other generation option, as name=value; repeat for more.")] = None
+
+    def settings(self) -> dict[str, Any]:
+        """The options as `generate` names them. Raises SpecdecError for one that is given twice or unknown."""
+        options = self.given()
+        return with_extra(options, options.pop("option", []))
+
+
+@dataclass(frozen=True)
+class AllGeneration(Generation):
+    """The same with the options that are used most by their own names."""
+
+    top_k: Annotated[int | None, Option(help="0 = off.")] = None
+    top_p: Annotated[float | None, Option(help="In (0, 1].")] = None
+    min_p: Annotated[float | None, Option(help="In [0, 1].")] = None
+    repetition_penalty: Annotated[float | None, Option(help="1 = off.")] = None
+    stop_strings: Annotated[Texts, Option("--stop", help="Stop string; repeat for more.")] = None
+    ignore_eos: Annotated[bool | None, Option("--ignore-eos", help="Continue after an end token.")] = None
+    batch_size: Annotated[int | None, Option(help="Rows in one pass.")] = None
+    num_return_sequences: Annotated[int | None, Option(help="Texts for each prompt.")] = None
+
+
+@dataclass(frozen=True)
+class Prompts(Group):
+    """Prompts that are typed or in files."""
+
+    prompt: Annotated[Texts, Option(help="Text to continue; repeat for more.")] = None
+    prompt_file: Annotated[list[Path] | None, Option(help="A file with one prompt; - = standard input.")] = None
+
+    def read(self) -> list[str]:
+        """The prompts, those of files last. Raises SpecdecError for what cannot be read."""
+        return read_prompts(self.prompt or [], self.prompt_file or [])
+
+
+@dataclass(frozen=True)
+class Run(Group):
+    """A run as a file, and its strategies."""
+
+    config: Annotated[Path | None, Option(help="A run as a YAML file; other options override it.")] = None
+    strategies: Annotated[str | None, Option(help=STRATEGIES)] = None
+
+
+def with_groups(verb: Callable[..., None]) -> Callable[..., None]:
+    """Give a verb one option for each field of its groups."""
+    hints = get_type_hints(verb, include_extras=True)
+    groups = {name: kind for name, kind in hints.items() if isinstance(kind, type) and issubclass(kind, Group)}
+    flat: list[Parameter] = []
+    for parameter in signature(verb).parameters.values():
+        kind = groups.get(parameter.name)
+        if kind is None:
+            flat.append(parameter.replace(annotation=hints[parameter.name], kind=Parameter.KEYWORD_ONLY))
+            continue
+        types = get_type_hints(kind, include_extras=True)
+        flat += [
+            Parameter(f.name, Parameter.KEYWORD_ONLY, default=f.default, annotation=types[f.name]) for f in fields(kind)
+        ]
+
+    @wraps(verb)
+    def run(**options: Any) -> None:
+        made = {name: kind(**{f.name: options.pop(f.name) for f in fields(kind)}) for name, kind in groups.items()}
+        verb(**made, **options)
+
+    vars(run).update(__signature__=Signature(flat), __annotations__={p.name: p.annotation for p in flat})
+    return run
