@@ -254,7 +254,17 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
         ("compare", "--target", "demo-target", "--draft", "demo-draft", "--draft", "demo-draft"),
         ("compare", "--target", "demo-target", "--strategy", "suffix,draft-model:n_max=2"),
         ("compare", "--target", "demo-target", "--draft", "demo-draft", "--option", "strategies=x"),
-        ("compare", "--target", "demo-target", "--draft", "demo-draft", "--option", "temperature=1"),
+        (
+            "compare",
+            "--target",
+            "demo-target",
+            "--draft",
+            "demo-draft",
+            "--temperature",
+            "0",
+            "--option",
+            "temperature=1",
+        ),
         ("generate", "--target", "demo-target", "--prompt", "a", "--seed", "1", "--option", "seed=2"),
         ("trace", "record", "--target", "demo-target", "--out", "x", "--seed", "1", "--option", "seed=2"),
     ):
