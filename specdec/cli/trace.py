@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,11 +21,13 @@ from specdec.research.demo import load_decoder
 from specdec.research.prompts.datasets import Prompt, as_given, load_prompts
 from specdec.research.traces.analysis import analyse
 from specdec.research.traces.monitor import Monitor
+from specdec.research.traces.rounds import pieces_of
 from specdec.research.traces.trace import Trace, record
 
 app = typer.Typer(
     help="Record every round of a run, and show it.", context_settings={"help_option_names": ["-h", "--help"]}
 )
+GAP = " ... "
 Html = Annotated[Path | None, typer.Option("--html", help="Also write the token page to this file.")]
 
 
@@ -120,28 +123,21 @@ def _text(trace: Trace, index: int, rounds: Sequence[Round], palette: dict[str, 
     """The row's text, with `...` in place of the rounds that were filtered out."""
     row, shown = trace.rows[index], {id(r) for r in rounds}
     text = Text(row.prompt_text or " ".join(map(trace.text_of, row.prompt)), style="dim")
-    at, gap = 0, False
-    for r in trace.of_row(index):
-        if id(r) in shown:
-            colour = palette.get(r.strategy or "", "")
-            for j in range(len(r.tokens)):
-                if j == r.accepted:
-                    text.append(_struck(trace, r), style=f"{colour} dim strike")
-                piece = row.pieces[at + j] if at + j < len(row.pieces) else f"{trace.text_of(r.tokens[j])} "
-                text.append(piece, style=colour if j < r.accepted else "")
-            if len(r.tokens) <= r.accepted and not r.is_continued:
-                text.append(_struck(trace, r), style=f"{colour} dim strike")
-        elif not gap:
-            text.append(" ... ", style="dim")
-        gap = id(r) not in shown
-        at += len(r.tokens)
+    for (is_shown, is_rejected), group in groupby(
+        pieces_of(trace, index), key=lambda p: (id(p.round) in shown, p.place < 0)
+    ):
+        if not is_shown:
+            text.append("" if text.plain.endswith(GAP) else GAP, style="dim")
+            continue
+        pieces = list(group)
+        colour = palette.get(pieces[0].round.strategy or "", "")
+        if is_rejected:
+            text.append(f"[-{''.join(p.text for p in pieces)}-]".replace("\n", "⏎"), style=f"{colour} dim strike")
+            continue
+        for p in pieces:
+            colour = palette.get(p.round.strategy or "", "")
+            text.append(p.text if row.pieces else f"{p.text} ", style="" if p.node is None else colour)
     return text
-
-
-def _struck(trace: Trace, r: Round) -> str:
-    path = range(r.accepted) if r.path is None else r.path
-    rejected = "".join(trace.text_of(t) for node, t in enumerate(r.draft) if node not in path)
-    return f"[-{rejected}-]".replace("\n", "⏎") if rejected else ""
 
 
 def _round_table(trace: Trace, rounds: Sequence[Round]) -> Any:

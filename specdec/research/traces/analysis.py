@@ -1,10 +1,10 @@
-"""Acceptance analysis: how often the drafted tokens of a trace stood, how often they should have, and what it hangs on.
+"""Acceptance analysis: how often the drafted tokens of a trace were accepted, and how often they should have been.
 
-Two definitions stand side by side. *Conditional*: accepted / tested, where a token behind a rejected one is not tested;
-this is the `a` of specdec.theory. *Unconditional*: accepted / drafted, which also falls with the draft's length.
+There are two definitions. *Conditional*: accepted / tested, where a token after a rejected one is not tested; this is
+the `a` of specdec.theory. *Unconditional*: accepted / drafted, which also falls with the draft's length.
 
-*Expected* is the probability, given everything before, that a token proposed there stands: 1 - TV(p, q) under
-`leviathan`, the overlap of the coupled draws under `coupled`, p of the token where a draft claims no q, and 0 or 1 in
+*Expected* is the probability, given everything before, that a token proposed there is accepted: 1 - TV(p, q) under
+`leviathan`, the overlap of the coupled samples under `coupled`, p of the token where a draft has no q, and 0 or 1 in
 greedy runs. Acceptance minus expectation is a sum of martingale differences along the run, so that
 
     z = sum (accepted - expected) / sqrt(sum expected (1 - expected))
@@ -15,7 +15,9 @@ is about standard normal for any rule that accepts as it claims to: |z| > 4 mean
 from __future__ import annotations
 
 import string
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -24,6 +26,7 @@ import numpy as np
 from specdec.decoding.result import Round
 from specdec.errors import SpecdecError
 from specdec.research.bootstrap import Interval, ratio
+from specdec.research.traces.rounds import nodes
 from specdec.research.traces.trace import Trace, record
 
 ENTROPY_EDGES = (0.1, 0.5, 1.0, 2.0, 4.0)  # nats
@@ -32,9 +35,13 @@ SHORTEST = 512  # where the context-length bins, and the curve, begin
 
 @dataclass(frozen=True)
 class DraftedToken:
-    """One drafted token. position: place in the draft from 1, of a tree the depth; context: tokens before it; tested:
-    all before it stood, and of a tree no earlier sibling did; expected, tv, entropy (of p, nats), rank: None where
-    unknown."""
+    """One drafted token.
+
+    position: place in the draft from 1; of a tree, the depth.
+    context: tokens before it.
+    tested: all before it were accepted and, of a tree, no earlier sibling was.
+    tv, expected, entropy (of p, nats), rank: None if unknown.
+    """
 
     row: int
     strategy: str
@@ -46,11 +53,11 @@ class DraftedToken:
     tested: bool
     accepted: bool
     p: float
-    q: float | None
-    tv: float | None
-    expected: float | None
-    entropy: float | None
-    rank: int | None
+    q: float | None = None
+    tv: float | None = None
+    expected: float | None = None
+    entropy: float | None = None
+    rank: int | None = None
 
 
 def drafted_tokens(
@@ -66,29 +73,20 @@ def drafted_tokens(
 
 
 def _tokens_of(trace: Trace, r: Round, before: int) -> Iterator[DraftedToken]:
-    parents = range(-1, len(r.draft) - 1) if r.parents is None else r.parents
-    path = list(range(r.accepted)) if r.path is None else r.path
-    depths: list[int] = []
-    decided: set[int] = set()  # nodes one of whose children has stood
-    d = r.details
-    for node, parent in enumerate(parents):
-        depths.append(1 if parent < 0 else depths[parent] + 1)
-        tested = parent in (-1, *path) and parent not in decided
-        if node in path:
-            decided.add(parent)
-        column = parent + 1
-        yield DraftedToken(
-            row=r.row, strategy=r.strategy or "", position=before + depths[node], context=r.position + depths[node],
-            token=r.draft[node], text=trace.text_of(r.draft[node]), category=trace.rows[r.row].category, tested=tested,
-            accepted=node in path, p=r.p[node], q=None if r.q is None else r.q[node],
-            tv=None if d is None or d.tv is None else d.tv[node], expected=None if d is None else d.expected[node],
-            entropy=d.entropy[column] if d is not None and column < len(d.entropy) else None,
-            rank=None if d is None else d.rank[node],
-        )  # fmt: skip
+    d, category = r.details, trace.rows[r.row].category
+    for n in nodes(r):
+        i, token, column = n.index, r.draft[n.index], n.parent + 1
+        known: dict[str, Any] = {} if r.q is None else {"q": r.q[i]}
+        if d is not None:
+            known |= {"expected": d.expected[i], "rank": d.rank[i], "tv": None if d.tv is None else d.tv[i]}
+            known["entropy"] = d.entropy[column] if column < len(d.entropy) else None
+        place = (before + n.depth, r.position + n.depth)
+        head = (r.row, r.strategy or "", *place, token, trace.text_of(token), category)
+        yield DraftedToken(*head, n.tested, n.accepted, r.p[i], **known)
 
 
 def token_class(text: str) -> str:
-    """`special`, `blank`, `number`, `word` (starts one), `part` (goes on with one), `punctuation`, `bytes` (part of a
+    """`special`, `blank`, `number`, `word` (starts one), `part` (continues one), `punctuation`, `bytes` (part of a
     character) or `mixed`."""
     body = text.strip()
     if text.startswith("<") and text.endswith(">") and len(text) > 2 and " " not in text:
@@ -106,44 +104,48 @@ def token_class(text: str) -> str:
     return "mixed"
 
 
-def _bin(value: float | None, edges: Sequence[float]) -> str:
+def _entropy_bin(value: float | None) -> str:
     if value is None:
         return "unknown"
-    above = [e for e in edges if value < e]
-    below = [e for e in edges if value >= e]
-    if not below:
-        return f"< {edges[0]:g}"
-    return f"{below[-1]:g} - {above[0]:g}" if above else f">= {below[-1]:g}"
+    i = bisect_right(ENTROPY_EDGES, value)
+    if i in (0, len(ENTROPY_EDGES)):
+        return f"< {ENTROPY_EDGES[0]:g}" if i == 0 else f">= {ENTROPY_EDGES[-1]:g}"
+    return f"{ENTROPY_EDGES[i - 1]:g} - {ENTROPY_EDGES[i]:g}"
 
 
-# What tokens can be grouped by; bins are texts whose order is that of their tokens' values.
-DIMENSIONS: dict[str, Callable[[DraftedToken], Any]] = {
-    "strategy": lambda t: t.strategy,
-    "position": lambda t: t.position,
-    "entropy": lambda t: _bin(t.entropy, ENTROPY_EDGES),
-    "class": lambda t: token_class(t.text),
-    "context": lambda t: _octave(t.context),
-    "category": lambda t: t.category or "(none)",
-    "row": lambda t: t.row,
-}
-_ORDER: Mapping[str, Callable[[DraftedToken], Any]] = {
-    "entropy": lambda t: -1.0 if t.entropy is None else t.entropy,
-    "context": lambda t: t.context,
-}
-
-
-def _octave(context: int) -> str:
+def _context_bin(context: int) -> str:
     if context < SHORTEST:
         return f"< {SHORTEST}"
     low = SHORTEST << ((context // SHORTEST).bit_length() - 1)
     return f"{low} - {2 * low}"
 
 
+# What tokens can be grouped by.
+DIMENSIONS: dict[str, Callable[[DraftedToken], Any]] = {
+    "strategy": lambda t: t.strategy,
+    "position": lambda t: t.position,
+    "entropy": lambda t: _entropy_bin(t.entropy),
+    "class": lambda t: token_class(t.text),
+    "context": lambda t: _context_bin(t.context),
+    "category": lambda t: t.category or "(none)",
+    "row": lambda t: t.row,
+}
+_ORDER: dict[str, Callable[[DraftedToken], Any]] = {  # of bins, whose names are texts
+    "entropy": lambda t: -1.0 if t.entropy is None else t.entropy,
+    "context": lambda t: t.context,
+}
+
+
 @dataclass(frozen=True)
 class Group:
-    """Acceptance of some drafted tokens. key: one value a dimension; expected: mean over the tested tokens whose
-    expectation is known; tv: mean TV(p, q) over all drafted tokens where it is known; low, high: 95 % interval of
-    `conditional`, from resampled rows (None with one row); z: see the module."""
+    """Acceptance of some drafted tokens.
+
+    key: one value per dimension.
+    expected: mean over the tested tokens whose expectation is known.
+    tv: mean TV(p, q) over all drafted tokens where it is known.
+    low, high: 95 % interval of `conditional`, from resampled rows (None with one row).
+    z: see the module.
+    """
 
     key: tuple[Any, ...]
     drafted: int
@@ -203,28 +205,34 @@ def _group(key: tuple[Any, ...], tokens: Sequence[DraftedToken], seed: int) -> G
     distances = [t.tv for t in tokens if t.tv is not None]
     found = _interval(tested, seed)
     return Group(
-        key, len(tokens), len(tested), accepted, accepted / len(tested) if tested else None,
-        accepted / len(tokens) if tokens else None, float(expected.mean()) if known else None,
-        float(np.mean(distances)) if distances else None, found.low, found.high,
-        excess / spread if spread > 0 else None,
-    )  # fmt: skip
+        key,
+        len(tokens),
+        len(tested),
+        accepted,
+        conditional=accepted / len(tested) if tested else None,
+        unconditional=accepted / len(tokens) if tokens else None,
+        expected=float(expected.mean()) if known else None,
+        tv=float(np.mean(distances)) if distances else None,
+        low=found.low,
+        high=found.high,
+        z=excess / spread if spread > 0 else None,
+    )
 
 
 def _interval(tested: Sequence[DraftedToken], seed: int) -> Interval:
-    """Of the share of these tokens that stood. Tokens of one row depend on each other: whole rows are drawn."""
-    counts: dict[int, list[int]] = {}
-    for t in tested:
-        own = counts.setdefault(t.row, [0, 0])
-        own[0] += t.accepted
-        own[1] += 1
-    accepted, of = ([counts[row][i] for row in sorted(counts)] for i in range(2))
-    return ratio(accepted, of, seed=seed) if counts else Interval(None)
+    """The interval of these tokens' acceptance. Tokens of one row depend on each other: whole rows are resampled."""
+    rows = sorted({t.row for t in tested})
+    accepted, count = (Counter(t.row for t in tested if t.accepted), Counter(t.row for t in tested))
+    return ratio([accepted[r] for r in rows], [count[r] for r in rows], seed=seed) if rows else Interval(None)
 
 
 @dataclass(frozen=True)
 class Position:
-    """Both definitions at one draft position (from 1), as `Stats` defines them. tested: rounds that tested it; reached:
-    rounds that accepted it; conditional = reached / tested; unconditional = reached / drafted rounds."""
+    """Acceptance at one draft position (from 1), as `Stats` defines it.
+
+    tested, reached: rounds that tested it, and that accepted it.
+    conditional, unconditional: reached / tested, and reached / drafted rounds.
+    """
 
     position: int
     tested: int
@@ -242,7 +250,7 @@ def by_position(trace: Trace, strategies: Iterable[str] | None = None) -> list[P
     found = []
     for position in sorted({t.position for t in tokens if t.tested}):
         here = [t for t in tokens if t.position == position and t.tested]
-        # A level of a tree tests several siblings and counts once: which of them stood does not matter here.
+        # A level of a tree tests several siblings and counts once: which of them was accepted does not matter here.
         tested = len({(t.row, t.context) for t in here})
         reached = sum(t.accepted for t in here)
         found.append(Position(position, tested, reached, reached / tested, reached / rounds))
@@ -251,7 +259,11 @@ def by_position(trace: Trace, strategies: Iterable[str] | None = None) -> list[P
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """The context-sensitivity curve at one length. context: prompt tokens; overall: the group of all drafted tokens."""
+    """The context-sensitivity curve at one length.
+
+    context: prompt tokens.
+    overall: the group of all drafted tokens.
+    """
 
     context: int
     tokens_per_round: float
@@ -259,9 +271,13 @@ class CurvePoint:
 
 
 def context_curve(
-    decoder: Any, ids: Sequence[int], lengths: Sequence[int] | None = None, anchors: int = 4, new_tokens: int = 32,
+    decoder: Any,
+    ids: Sequence[int],
+    lengths: Sequence[int] | None = None,
+    anchors: int = 4,
+    new_tokens: int = 32,
     **options: Any,
-) -> list[CurvePoint]:  # fmt: skip
+) -> list[CurvePoint]:
     """Acceptance against context length: the same places of one long text, continued from more and more of what is
     before them.
 

@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from specdec.config import check_number, check_whole
 from specdec.decoding.result import Round
+from specdec.research.traces.rounds import Node, nodes
 
 MODEL_STRATEGIES = ("draft-model", "eagle3", "early-exit", "mtp", "dflash")
 DISAGREE = 0.3  # a draft whose best token is the target's less often than this is no relative of it
@@ -42,8 +43,12 @@ class Cause:
 
 @dataclass(frozen=True)
 class Divergence:
-    """One warning. acceptance: of the window's tested tokens; position: sequence index where it was noticed; causes:
-    the likeliest first."""
+    """One warning.
+
+    acceptance: of the tested tokens in the window.
+    position: sequence index where it was noticed.
+    causes: the likeliest first.
+    """
 
     strategy: str
     row: int
@@ -62,9 +67,9 @@ class Divergence:
 
 @dataclass
 class _Seen:
-    """One tested token: whether it stood, whether the draft's best token is the target's (None: unknown), entropy."""
+    """A tested token. agrees: whether the draft's best token is the target's; None, as entropy: unknown."""
 
-    stood: bool
+    accepted: bool
     agrees: bool | None
     entropy: float | None
 
@@ -85,34 +90,35 @@ class _Window:
 
     @property
     def acceptance(self) -> float:
-        return sum(e.stood for e in self.seen) / len(self.seen)
+        return sum(e.accepted for e in self.seen) / len(self.seen)
 
-    @property
-    def agreement(self) -> float | None:
-        known = [e.agrees for e in self.seen if e.agrees is not None]
-        return sum(known) / len(known) if known else None
-
-    @property
-    def entropy(self) -> float | None:
-        known = [e.entropy for e in self.seen if e.entropy is not None]
+    def mean(self, name: str) -> float | None:
+        """The mean of `agrees` or `entropy` where it is known."""
+        known = [value for e in self.seen if (value := getattr(e, name)) is not None]
         return sum(known) / len(known) if known else None
 
 
+@dataclass
 class Monitor:
-    """Call it with every round. decoder: whose pair and tokenizer are looked at for causes, None = rounds alone;
-    window: tested tokens; chat: whether the prompts went through the chat template; warn: called with each warning's
-    text."""
+    """Call it with every round.
 
-    def __init__(
-        self, decoder: Any = None, window: int = 64, threshold: float = 0.5, chat: bool = False,
-        warn: Callable[[str], Any] | None = None,
-    ):  # fmt: skip
-        check_whole("window", window, 1)
-        check_number("threshold", threshold, 0.0, 1.0)
-        self.decoder, self.window, self.threshold, self.chat = decoder, window, threshold, chat
-        self.warn = warn or (lambda text: warnings.warn(text, DivergenceWarning, stacklevel=3))
-        self.windows: dict[str, _Window] = {}
-        self.found: list[Divergence] = []
+    decoder: its pair and tokenizer help to find causes; None = rounds alone.
+    window: tested tokens.
+    chat: whether the prompts went through the chat template.
+    warn: called with each warning's text; None = `warnings.warn`.
+    """
+
+    decoder: Any = None
+    window: int = 64
+    threshold: float = 0.5
+    chat: bool = False
+    warn: Callable[[str], Any] | None = None
+    windows: dict[str, _Window] = field(default_factory=dict, init=False)
+    found: list[Divergence] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        check_whole("window", self.window, 1)
+        check_number("threshold", self.threshold, 0.0, 1.0)
 
     def __call__(self, entry: Round) -> None:
         """Take a round into account, and warn if it brings its strategy below the threshold."""
@@ -129,12 +135,15 @@ class Monitor:
             causes = self._causes(window, entry)
             found = Divergence(entry.strategy, entry.row, entry.position, window.acceptance, self.window, causes)
             self.found.append(found)
-            self.warn(str(found))
+            if self.warn is None:
+                warnings.warn(str(found), DivergenceWarning, stacklevel=2)
+            else:
+                self.warn(str(found))
 
     def _causes(self, window: _Window, entry: Round) -> list[Cause]:
-        agreement, causes = window.agreement, []
+        agreement, entropy, causes = window.mean("agrees"), window.mean("entropy"), []
         if agreement is not None and agreement >= self.threshold:
-            flat = "" if window.entropy is None else f" and the target's mean entropy is {window.entropy:.2f} nats"
+            flat = "" if entropy is None else f" and the target's mean entropy is {entropy:.2f} nats"
             causes.append(
                 Cause("temperature", f"the draft's best token is the target's in {agreement:.0%}{flat}: sampling costs")
             )
@@ -181,18 +190,17 @@ def _relation(agreement: float | None) -> Cause:
     return Cause("weak draft", f"the draft's best token is the target's in {agreement:.0%}: related, but not enough")
 
 
-def _tested(r: Round) -> Sequence[_Seen]:
-    """The tokens of a round's accepted path, and the one that fell behind it."""
-    path = list(range(r.accepted)) if r.path is None else list(r.path)
-    parents = range(-1, len(r.draft) - 1) if r.parents is None else r.parents
-    end = path[-1] if path else -1
-    fallen = [node for node, parent in enumerate(parents) if parent == end][:1]
-    return [_Seen(node in path, *_look(r, node, parents[node] + 1)) for node in (*path, *fallen)]
+def _tested(r: Round) -> list[_Seen]:
+    """The tokens of a round's accepted path, and the one that was rejected after it."""
+    drafted = nodes(r)
+    end = max((n.index for n in drafted if n.accepted), default=-1)
+    rejected = [n for n in drafted if n.parent == end][:1]
+    return [_seen(r, n) for n in (*(n for n in drafted if n.accepted), *rejected)]
 
 
-def _look(r: Round, node: int, column: int) -> tuple[bool | None, float | None]:
-    d = r.details
+def _seen(r: Round, node: Node) -> _Seen:
+    d, column = r.details, node.parent + 1
     if d is None or column >= len(d.entropy):
-        return None, None
-    best = r.draft[node] if d.draft_top_ids is None else d.draft_top_ids[node][0]
-    return best == d.top_ids[column][0], d.entropy[column]
+        return _Seen(node.accepted, None, None)
+    best = r.draft[node.index] if d.draft_top_ids is None else d.draft_top_ids[node.index][0]
+    return _Seen(node.accepted, best == d.top_ids[column][0], d.entropy[column])

@@ -2,7 +2,7 @@
 
 Accepted drafts have their strategy's colour, the target's own tokens are plain, and rejected drafts are struck out at
 the place where they were proposed. Hovering over a token, or reaching it with the keyboard, shows p, q, rank, expected
-acceptance and the best tokens of both laws. The filters choose rows and strategies.
+acceptance and the best tokens of p and q. The filters choose rows and strategies.
 
 The file needs no network and allows none: its content policy permits the one script and the one style sheet in it, by
 their hashes, so that text which escaped the escaping could still not run. Every text is data of an attribute or the
@@ -18,6 +18,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from specdec.decoding.result import Round
+from specdec.research.traces.rounds import Piece, pieces_of
 
 if TYPE_CHECKING:
     from specdec.research.traces.trace import Trace
@@ -119,7 +120,7 @@ def _facts(trace: Trace) -> str:
         f"specdec {made.get('versions', {}).get('specdec')}",
     ]  # fmt: skip
     if made.get("lossy"):
-        parts.append("LOSSY: the acceptance rule changes the law of the text")
+        parts.append("LOSSY: the acceptance rule changes the distribution of the text")
     return " · ".join(parts)
 
 
@@ -148,27 +149,19 @@ def _section(trace: Trace, index: int) -> str:
 
 
 def _spans(trace: Trace, index: int) -> Iterator[str]:
-    """The row's tokens in order, rejected drafts in front of the token that took their place."""
-    row, at = trace.rows[index], 0
+    """The row's tokens, rejected drafts in front of the token that took their place."""
     colour = {name: i % COLOURS for i, name in enumerate(trace.strategies)}
-    for r, before in zip(trace.rounds, trace.drafted_before(), strict=True):
-        if r.row != index:
+    for piece in pieces_of(trace, index):
+        r, node = piece.round, piece.node
+        if node is None:
+            yield _span("span", "t", OWN, _about_own(trace, r, piece.place), piece.text)
             continue
-        path = list(range(r.accepted)) if r.path is None else r.path
-        by = escape(r.strategy or "")
-        kind = f"s{colour[r.strategy]}" if r.strategy is not None else ""
-        for j, token in enumerate(r.tokens):
-            if j == r.accepted:
-                yield from _rejected(trace, r, path, before, kind)
-            text = row.pieces[at] if at < len(row.pieces) else trace.text_of(token)
-            if j < r.accepted:
-                about = _about(trace, r, path[j], before, "accepted")
-                yield _span("span", f"t {kind}", by, about, text)
-            else:
-                yield _span("span", "t", OWN, _about_own(trace, r, j), text)
-            at += 1
-        if len(r.tokens) <= r.accepted and not r.is_continued:
-            yield from _rejected(trace, r, path, before, kind)
+        by, kind = escape(r.strategy or ""), "" if r.strategy is None else f"s{colour[r.strategy]}"
+        about = _about(trace, piece)
+        if node.accepted:
+            yield _span("span", f"t {kind}", by, about, piece.text)
+        else:
+            yield _span("del", f"d {kind}" if node.tested else f"d untested {kind}", by, about, piece.text)
 
 
 def _span(tag: str, kind: str, by: str, about: str, text: str) -> str:
@@ -177,48 +170,26 @@ def _span(tag: str, kind: str, by: str, about: str, text: str) -> str:
     return f'<{tag} class="{kind}" data-by="{by}" tabindex="0" title="{escape(about)}">{shown}</{tag}>'
 
 
-def _rejected(trace: Trace, r: Round, path: Sequence[int], before: int, kind: str) -> Iterator[str]:
-    for node, token in enumerate(r.draft):
-        if node in path:
-            continue
-        tested = _parent(r, node) in (-1, *path)
-        verdict = "rejected" if tested else "behind a rejected token: not tested"
-        about = _about(trace, r, node, before, verdict)
-        classes = f"d {kind}" if tested else f"d untested {kind}"
-        yield _span("del", classes, escape(r.strategy or ""), about, trace.text_of(token))
-
-
-def _parent(r: Round, node: int) -> int:
-    return node - 1 if r.parents is None else r.parents[node]
-
-
-def _depth(r: Round, node: int) -> int:
-    depth = 1
-    while (node := _parent(r, node)) >= 0:
-        depth += 1
-    return depth
-
-
-def _about(trace: Trace, r: Round, node: int, before: int, verdict: str) -> str:
+def _about(trace: Trace, piece: Piece) -> str:
     """What the page says of a drafted token."""
-    token = r.draft[node]
-    place = f"draft position {before + _depth(r, node)}" + (f", node {node}" if r.parents is not None else "")
+    r, node, d = piece.round, piece.node, piece.round.details
+    assert node is not None
+    token, i = r.draft[node.index], node.index
+    place = f"draft position {piece.before + node.depth}" + (f", node {i}" if r.parents is not None else "")
+    verdict = "accepted" if node.accepted else "rejected" if node.tested else "after a rejected token: not tested"
     lines = [f"{trace.text_of(token)!r} (id {token}), proposed by {r.strategy}, {place}: {verdict}"]
-    numbers = [f"p {r.p[node]:.4g}"]
+    numbers = [f"p {r.p[i]:.4g}" + ("" if d is None else f" (rank {d.rank[i] + 1})")]
     if r.q is not None:
-        numbers.append(f"q {r.q[node]:.4g}")
-    d = r.details
+        numbers.append(f"q {r.q[i]:.4g}")
     if d is None:
         return "\n".join([*lines, ", ".join(numbers)])
-    numbers[0] += f" (rank {d.rank[node] + 1})"
     if d.tv is not None:
-        numbers.append(f"TV(p, q) {d.tv[node]:.3f}")
-    expected = d.expected[node]
-    if expected is not None:
-        numbers.append(f"expected acceptance {expected:.3f}")
-    lines += [", ".join(numbers), *_law(trace, r, _parent(r, node) + 1)]
+        numbers.append(f"TV(p, q) {d.tv[i]:.3f}")
+    if d.expected[i] is not None:
+        numbers.append(f"expected acceptance {d.expected[i]:.3f}")
+    lines += [", ".join(numbers), *_target_best(trace, r, node.parent + 1)]
     if d.draft_top_ids is not None and d.draft_top is not None:
-        lines.append(f"draft's best: {_best(trace, d.draft_top_ids[node], d.draft_top[node])}")
+        lines.append(f"draft's best: {_best(trace, d.draft_top_ids[i], d.draft_top[i])}")
     return "\n".join(lines)
 
 
@@ -232,12 +203,12 @@ def _about_own(trace: Trace, r: Round, j: int) -> str:
     d = r.details
     if d is not None:
         lines.append(f"p {d.emitted_p[j]:.4g} (rank {d.emitted_rank[j] + 1})")
-        lines += _law(trace, r, d.emitted_column[j])
+        lines += _target_best(trace, r, d.emitted_column[j])
     return "\n".join(lines)
 
 
-def _law(trace: Trace, r: Round, column: int) -> list[str]:
-    """The target's law at a column, where it was recorded."""
+def _target_best(trace: Trace, r: Round, column: int) -> list[str]:
+    """The best tokens of p at a column, if they were recorded."""
     d = r.details
     if d is None or column >= len(d.entropy):
         return []

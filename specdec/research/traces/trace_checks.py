@@ -113,23 +113,40 @@ def _check_texts(trace: Trace, where: str) -> None:
             raise SpecdecError(f"{where}: rows[{i}]: the id {unknown} is not among tokens")
 
 
+PROBABILITY = (0.0, 1.0 + ROUNDING)
+# Ranges of the numbers of a round and of its details; where a row's distribution broke down, probabilities may be NaN.
+RANGES: dict[str, tuple[float, float]] = {
+    "draft": (0, MOST_ID), "tokens": (0, MOST_ID), "p": PROBABILITY, "q": PROBABILITY,
+    "rank": (0, MOST_ID), "tv": PROBABILITY, "expected": PROBABILITY, "entropy": (0.0, math.inf),
+    "emitted_p": PROBABILITY, "emitted_rank": (0, MOST_ID), "top_ids": (0, MOST_ID), "top": PROBABILITY,
+    "draft_top_ids": (0, MOST_ID), "draft_top": PROBABILITY,
+}  # fmt: skip
+
+
 def _faults(r: Round) -> Iterator[str]:
     """What is wrong with a round."""
-    n, failed = len(r.draft), r.finish_reason == "error"
-    yield from _outside("draft", r.draft, 0, MOST_ID)
-    yield from _outside("tokens", r.tokens, 0, MOST_ID)
-    for name, values in (("p", r.p), ("q", r.q or [])):
-        yield from _outside(name, values, 0.0, 1.0 + ROUNDING, failed)
-    yield from _outside("seconds", list(r.times.values()), 0.0, math.inf)
-    if r.accepted > n:
-        yield f"accepted: {r.accepted} of {n} drafted tokens"
+    failed, d = r.finish_reason == "error", r.details
+    for name, (low, high) in RANGES.items():
+        for i, value in enumerate(getattr(r if hasattr(r, name) else d, name, None) or ()):
+            many = isinstance(value, list)
+            for place, x in enumerate(value) if many else [(i, value)]:
+                yield from _outside(f"{name}[{i}][{place}]" if many else f"{name}[{i}]", x, low, high, failed)
+    for name, seconds in r.times.items():
+        yield from _outside(f"seconds: {name}", seconds, 0.0, math.inf)
+    if r.accepted > len(r.draft):
+        yield f"accepted: {r.accepted} of {len(r.draft)} drafted tokens"
     if len(r.tokens) > r.accepted + 1:
         yield f"tokens: {len(r.tokens)} emitted with {r.accepted} accepted"
     if r.bonus is not None:
-        yield from _outside("bonus", [r.bonus], 0, MOST_ID)
+        yield from _outside("bonus", r.bonus, 0, MOST_ID)
     yield from _tree_faults(r)
-    if r.details is not None:
-        yield from _details_faults(r, failed)
+    if d is not None:
+        for i, column in enumerate(d.emitted_column):
+            yield from _outside(f"emitted_column[{i}]", column, 0, len(r.draft))
+        if (d.draft_top_ids is None) != (d.draft_top is None):
+            yield "draft_top_ids and draft_top: there are both, or none"
+        if len(d.emitted_p) < len(r.tokens):
+            yield f"emitted_p: {len(d.emitted_p)} of {len(r.tokens)} tokens"
 
 
 def _tree_faults(r: Round) -> Iterator[str]:
@@ -148,30 +165,7 @@ def _tree_faults(r: Round) -> Iterator[str]:
         before = node
 
 
-def _details_faults(r: Round, failed: bool) -> Iterator[str]:
-    d = r.details
-    assert d is not None
-    yield from _outside("rank", d.rank, 0, MOST_ID)
-    yield from _outside("tv", d.tv or [], 0.0, 1.0 + ROUNDING, failed)
-    yield from _outside("expected", [x for x in d.expected if x is not None], 0.0, 1.0 + ROUNDING, failed)
-    yield from _outside("entropy", d.entropy, 0.0, math.inf, failed)
-    yield from _outside("emitted_p", d.emitted_p, 0.0, 1.0 + ROUNDING, failed)
-    yield from _outside("emitted_rank", d.emitted_rank, 0, MOST_ID)
-    yield from _outside("emitted_column", d.emitted_column, 0, len(r.draft))
-    for name in ("top", "draft_top"):
-        for i, (ids, values) in enumerate(zip(getattr(d, f"{name}_ids") or (), getattr(d, name) or (), strict=True)):
-            yield from _outside(f"{name}_ids[{i}]", ids, 0, MOST_ID)
-            yield from _outside(f"{name}[{i}]", values, 0.0, 1.0 + ROUNDING, failed)
-    if (d.draft_top_ids is None) != (d.draft_top is None):
-        yield "draft_top_ids and draft_top: there are both, or none"
-    if len(d.emitted_p) < len(r.tokens):
-        yield f"emitted_p: {len(d.emitted_p)} of {len(r.tokens)} tokens"
-
-
-def _outside(name: str, values: Sequence[float], low: float, high: float, failed: bool = False) -> Iterator[str]:
-    """The first value that is not in the range; failed: NaN may stand where the row's distribution broke down."""
-    for i, value in enumerate(values):
-        if not low <= value <= high and not (failed and math.isnan(value)):
-            upper = "or more" if high in (math.inf, MOST_ID) else f"to {high:g}"
-            yield f"{name}[{i}]: expected {low:g} {upper}, got {value}"
-            return
+def _outside(name: str, value: float | None, low: float, high: float, failed: bool = False) -> Iterator[str]:
+    if value is not None and not low <= value <= high and not (failed and math.isnan(value)):
+        upper = "or more" if high in (math.inf, MOST_ID) else f"to {high:g}"
+        yield f"{name}: expected {low:g} {upper}, got {value}"
