@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from specdec.drafters.base import Draft, Drafter, DraftRequest
 from specdec.drafters.draft_model.strategy import DraftModel
+from specdec.drafters.eagle3.strategy import Eagle3
 from specdec.drafters.ngram.cache import NgramCache
 from specdec.drafters.ngram.lookup_cache import LookupCache
 from specdec.drafters.ngram.map import NgramMapK, NgramMapK4V
@@ -27,6 +28,7 @@ STRATEGIES: dict[str, type[Any]] = {
     "ngram-map-k4v": NgramMapK4V,
     "ngram-mod": NgramMod,
     "ngram-cache": NgramCache,
+    "eagle3": Eagle3,
 }
 
 
@@ -88,7 +90,7 @@ def _missing(made: Any) -> str:
 
 
 __all__ = [
-    "STRATEGIES", "Draft", "DraftModel", "DraftRequest", "Drafter", "LookupCache", "NgramCache", "NgramMapK",
+    "STRATEGIES", "Draft", "DraftModel", "DraftRequest", "Drafter", "Eagle3", "LookupCache", "NgramCache", "NgramMapK",
     "NgramMapK4V", "NgramMod", "NgramSimple", "PromptLookup", "Suffix", "SuffixStore", "find_strategy", "make_drafters",
     "parse_strategy",
 ]  # fmt: skip

@@ -1,0 +1,278 @@
+"""The strategy eagle3: plain decoding's text, the target's distribution, and drafts that equal a slow oracle's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdec import SpecdecError, SpeculativeDecoder
+from specdec.decoding.result import Generation
+from specdec.drafters import Draft, DraftRequest, Eagle3, PromptLookup, make_drafters
+from specdec.drafters.eagle3 import EagleHead, export
+from specdec.drafters.eagle3 import strategy as strategy_module
+from specdec.models.runner import Shapes
+from specdec.sampling.sampling import race
+from tests.helpers.eagle3 import from_scratch, random_head
+from tests.helpers.laws import cell, fit, samples, small_model, three_token_law
+from tests.helpers.tiny import tiny_model
+
+LAYERS = (0, 1, 2)
+PROMPTS = [[1, 2, 3, 4, 5], [9, 8], [7], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4]]
+PROMPT, V = [5, 7, 5, 7, 5], 13
+
+
+def head_for(model: Any, seed: int = 0, **changes: Any) -> EagleHead:
+    """A random head for a target, whose own tables make its drafts depend on all that it sees."""
+    config = model.config
+    settings = {
+        "vocab_size": config.vocab_size, "draft_vocab_size": config.vocab_size - 3, "layer_ids": LAYERS,
+        "target_hidden_size": config.hidden_size,
+    }  # fmt: skip
+    return random_head(seed, **settings | changes)
+
+
+def trained_head(model: Any, texts: Sequence[Sequence[int]]) -> EagleHead:
+    """A head that has learnt a few texts of its target by heart."""
+    head = head_for(model, draft_vocab_size=model.config.vocab_size).requires_grad_(True)
+    optimizer = torch.optim.Adam(head.parameters(), 0.01)
+    for _ in range(40):
+        optimizer.zero_grad()
+        for ids in texts:
+            logits, _ = from_scratch(head, *entries_of(head, model, ids))
+            torch.nn.functional.cross_entropy(logits[0, :-1], torch.tensor(ids[2:])).backward()
+        optimizer.step()
+    return head.requires_grad_(False)
+
+
+def entries_of(head: EagleHead, model: Any, ids: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Embeddings and features of a text's entries, from one plain forward of the target."""
+    with torch.no_grad():
+        hidden = model(torch.tensor([ids[:-1]]), output_hidden_states=True).hidden_states
+    states = torch.cat([hidden[i] for i in head.config.observed_layers(len(hidden) - 1)], dim=-1)
+    return head.embed(torch.tensor([ids[1:]])), head.project(states)
+
+
+class Watched(Eagle3):
+    """Remembers each draft, and the text that it follows."""
+
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        made = super().draft(requests)
+        for r, draft in zip(requests, made, strict=True):
+            self.seen.append(([*map(int, r.tokens), r.last], [int(t) for t in draft.tokens]))
+        return made
+
+    seen: list[tuple[list[int], list[int]]]
+
+
+def watched(head: EagleHead, n_max: int = 3) -> Watched:
+    made = Watched(head, n_max=n_max)
+    made.seen = []  # the copies of all calls share it
+    return made
+
+
+def slow_draft(head: EagleHead, model: Any, ids: Sequence[int], count: int, start: int = 0) -> list[int]:
+    """The greedy chain after a text, from one plain forward and the head computed anew for each token. start: the
+    first token whose states are known."""
+    with torch.no_grad():
+        embeddings, features = (part[:, start:] for part in entries_of(head, model, ids))
+        found: list[int] = []
+        for _ in range(count):
+            logits, out = from_scratch(head, embeddings, features)
+            token: Tensor = head.to_target(logits[:, -1].argmax(-1))
+            found.append(int(token))
+            embeddings = torch.cat([embeddings, head.embed(token[None])], dim=1)
+            features = torch.cat([features, out[:, -1:]], dim=1)
+        return found
+
+
+HEADS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "3.1": {"fc_norm": True, "norm_output": True},
+    "speculators": {"norm_before_residual": True, "norm_before_fc": True, "num_hidden_layers": 2},
+    "eagle-1": {"version": 1, "observed": 1, "layer_ids": None, "final_norm": False, "hidden_size": 32},
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_texts_equal_plain_decodings(name: str) -> None:
+    model = tiny_model("llama")
+    decoder = SpeculativeDecoder(model, check=False)
+    plain = decoder.generate(PROMPTS, max_new_tokens=12, strategies=[])
+    for batch in (1, 3):
+        out = decoder.generate(
+            PROMPTS, max_new_tokens=12, strategies=[Eagle3(head_for(model, **HEADS[name]))], batch_size=batch
+        )
+        assert out.token_ids == plain.token_ids
+        assert out.stats.draft_tokens > 20
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("others", [[], [PromptLookup(ngram_min=2)]], ids=["alone", "behind lookup"])
+def test_drafts_equal_the_slow_oracles(name: str, others: list[Any]) -> None:
+    """At every round of every row, whatever the rounds before accepted, and whoever drafted in them."""
+    model = tiny_model("llama")
+    strategy = watched(head_for(model, **HEADS[name]))
+    decoder = SpeculativeDecoder(model, check=False)
+    decoder.generate(PROMPTS, strategies=[*others, strategy], max_new_tokens=12, batch_size=3)
+    check_drafts(strategy, model)
+
+
+def check_drafts(strategy: Watched, model: Any, least: int = 20) -> None:
+    drafted = [(ids, tokens) for ids, tokens in strategy.seen if len(ids) > 1]
+    assert len(drafted) > least
+    for ids, tokens in drafted:
+        assert tokens
+        assert tokens == slow_draft(strategy.head, model, ids, len(tokens)), ids
+
+
+def test_long_prompts_are_fed_in_several_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    narrow = Shapes((*range(1, 18),), 17, 32)
+    monkeypatch.setattr(Shapes, "choose", staticmethod(lambda *_: narrow))
+    model = tiny_model("llama")
+    strategy = watched(head_for(model))
+    prompts = [[(7 * i + n) % 128 for i in range(60 - n)] for n in range(3)]
+    SpeculativeDecoder(model, check=False).generate(prompts, strategies=[strategy], max_new_tokens=6)
+    check_drafts(strategy, model, 10)
+
+
+def test_a_head_that_has_learnt_the_text_is_accepted() -> None:
+    """Whole drafts are accepted, so that their entries are recomputed from the target's states."""
+    model = tiny_model("llama")
+    decoder = SpeculativeDecoder(model, check=False)
+    plain = decoder.generate(PROMPTS, max_new_tokens=24, strategies=[])
+    texts = [prompt + ids for prompt, ids in zip(PROMPTS, plain.token_ids, strict=True)]
+    strategy = watched(trained_head(model, texts), 4)
+    out = decoder.generate(PROMPTS, max_new_tokens=24, strategies=[strategy], batch_size=2)
+    assert out.token_ids == plain.token_ids
+    assert out.stats.acceptance_length > 1.5
+    check_drafts(strategy, model)
+
+
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
+    model = tiny_model("llama")
+    decoder = SpeculativeDecoder(model, check=False)
+    options: dict[str, Any] = {
+        "strategies": [Eagle3(head_for(model), n_max=3)], "temperature": 1.0, "acceptance": "leviathan",
+        "max_new_tokens": 12,
+    }  # fmt: skip
+    together = decoder.generate(PROMPTS, seed=[1, 2, 3, 4], batch_size=3, **options)
+    for i, prompt in enumerate(PROMPTS):
+        assert decoder.generate(prompt, seed=[i + 1], **options).token_ids[0] == together.token_ids[i]
+
+
+@pytest.mark.parametrize("acceptance", ["match", "coupled"])
+def test_match_and_coupled_give_plain_decodings_text(acceptance: str) -> None:
+    model = tiny_model("llama")
+    decoder = SpeculativeDecoder(model, check=False)
+    options: dict[str, Any] = {"acceptance": acceptance, "temperature": 0.9, "seed": 5, "max_new_tokens": 20}
+    plain = decoder.generate(PROMPTS, strategies=[], **options)
+    out = decoder.generate(PROMPTS, strategies=[Eagle3(head_for(model))], **options)
+    assert out.token_ids == plain.token_ids
+
+
+def sampled(n: int, **cuts: Any) -> tuple[Generation, Any]:
+    """n samples of three tokens, and the target. The prompt is computed once and kept. Three draft ids fewer than
+    tokens: those have q = 0, and must come from the residual."""
+    target = small_model(3, V)
+    head = head_for(target, seed=4, layer_ids=(0,), observed=1, draft_vocab_size=10)
+    assert head.lm_head is not None
+    head.lm_head.weight.mul_(0.3)
+    decoder = SpeculativeDecoder(target, check=False)
+    options: dict[str, Any] = {
+        "strategies": [Eagle3(head, n_max=2)], "temperature": 0.8, "acceptance": "leviathan", "keep_state": True,
+    }  # fmt: skip
+    decoder.generate(PROMPT, max_new_tokens=1, **options, **cuts)
+    out = decoder.generate(PROMPT, max_new_tokens=3, num_return_sequences=n, batch_size=250, **options, **cuts)
+    return out, target
+
+
+@pytest.mark.fast(2, again=True)
+@pytest.mark.parametrize("cuts", [{}, {"top_k": 6}], ids=["plain", "top_k"])
+def test_samples_follow_the_targets_distribution(cuts: dict[str, Any]) -> None:
+    out, target = sampled(samples(20_000, 3_000), **cuts)
+    result = fit(cell(out.token_ids, V), three_token_law(target, PROMPT, 0.8, **cuts))
+    assert result.holds, str(result)
+    tally = out.stats.to_dict()["strategies"]["eagle3"]
+    assert 0.05 < tally["accepted_tokens"] / tally["draft_tokens"] < 0.95
+    assert tally["draft_tokens"] > 3_000
+
+
+@pytest.mark.full
+def test_penalties_apply_to_the_accepted_text() -> None:
+    out, target = sampled(samples(20_000, 3_000), repetition_penalty=1.8)
+    assert fit(cell(out.token_ids, V), three_token_law(target, PROMPT, 0.8, repetition_penalty=1.8)).holds
+    assert not fit(cell(out.token_ids, V), three_token_law(target, PROMPT, 0.8)).holds
+
+
+def test_a_q_that_is_not_what_was_sampled_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: tokens are sampled from a sharper distribution than q."""
+    monkeypatch.setattr(strategy_module, "race", lambda p, stream: race(p**3, stream))
+    out, target = sampled(3_000)
+    assert not fit(cell(out.token_ids, V), three_token_law(target, PROMPT, 0.8)).holds
+
+
+def test_state_is_kept_between_calls() -> None:
+    """A conversation that goes on: the target keeps its keys and values, and shows no states of what it kept; drafts
+    are those of a head that saw it all."""
+    model = tiny_model("llama")
+    strategy = watched(head_for(model))
+    decoder = SpeculativeDecoder(model, check=False)
+    ids = [1, 2, 3, 4, 5, 6]
+    for more in ([], [9, 8, 7], [4]):
+        strategy.seen.clear()
+        ids = ids + more
+        ids += decoder.generate(ids, strategies=[strategy], max_new_tokens=6, keep_state=True).token_ids[0]
+        check_drafts(strategy, model, 2)
+
+
+def test_a_text_whose_beginning_was_never_seen() -> None:
+    """The call that computed it had no head: drafts are those of a head that sees the text from there on."""
+    model = tiny_model("llama")
+    strategy = watched(head_for(model))
+    decoder = SpeculativeDecoder(model, check=False)
+    ids = [*range(40, 70)]
+    ids += decoder.generate(ids, strategies=[], max_new_tokens=4, keep_state=True).token_ids[0]
+    known = len(ids) - 1  # the newest token had not been fed
+    ids += [5, 6, 7, 8]
+    out = decoder.generate(ids, strategies=[strategy], max_new_tokens=6, keep_state=True)
+    assert out.token_ids == decoder.generate(ids, strategies=[], max_new_tokens=6).token_ids
+    assert len(strategy.seen) > 2
+    for text, tokens in strategy.seen:
+        assert tokens
+        assert tokens == slow_draft(strategy.head, model, text, len(tokens), known)
+
+
+def test_a_head_is_given_by_its_folder(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    head = head_for(model)
+    export(head, tmp_path)
+    decoder = SpeculativeDecoder(model, check=False)
+    out = decoder.generate(PROMPTS, max_new_tokens=8, strategies=f"eagle3:head={tmp_path}:n_max=2")
+    [said] = out.provenance["strategies"]
+    assert said["name"] == "eagle3"
+    assert said["head"] == str(tmp_path)
+    assert out.stats.to_dict()["strategies"]["eagle3"]["draft_tokens"] > 0
+    assert out.token_ids == decoder.generate(PROMPTS, max_new_tokens=8, strategies=[]).token_ids
+
+
+def test_wrong_heads_and_options_are_refused() -> None:
+    model = tiny_model("llama")
+    decoder = SpeculativeDecoder(model, check=False)
+    with pytest.raises(SpecdecError, match="no head was given"):
+        make_drafters("eagle3", has_draft=False)
+    with pytest.raises(SpecdecError, match="n_max"):
+        Eagle3(head_for(model), n_max=0)
+    with pytest.raises(SpecdecError, match="an EagleHead has its own"):
+        Eagle3(head_for(model), config={"norm_output": True})
+    with pytest.raises(SpecdecError, match=r"numbers a token|hidden size"):
+        decoder.generate([1, 2, 3], max_new_tokens=4, strategies=[Eagle3(head_for(model, target_hidden_size=24))])
+    with pytest.raises(SpecdecError, match="cannot be observed in a target of 3 blocks"):
+        decoder.generate([1, 2, 3], max_new_tokens=4, strategies=[Eagle3(head_for(model, layer_ids=(1, 2, 7)))])
+    last = head_for(model, layer_ids=(0, 1, 3))
+    with pytest.raises(SpecdecError, match="output of the last block"):
+        decoder.generate([1, 2, 3], max_new_tokens=4, strategies=[Eagle3(last)])
