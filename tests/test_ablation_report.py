@@ -18,11 +18,11 @@ from specdec.cli import app
 from specdec.cli.ablate import print_summary
 from specdec.errors import SpecdecError
 from specdec.research.ablation import as_rows, merge, plots, run_ablation
-from specdec.research.ablation.compare import Laws, reasons
+from specdec.research.ablation.compare import along, examine, reasons
 from specdec.research.ablation.summary import measured_costs, paired, predicted_speedup, summarise, theoretical_speedup
 from specdec.research.ablation.table import first_difference
 from tests.helpers.browser import browser, find_chromium
-from tests.helpers.grid import PROMPTS, grid, save_pair
+from tests.helpers.grid import PROMPTS, grid, save_model, save_pair
 
 CHROMIUM = find_chromium()
 EVIL = '<script>alert(1)</script><img src=http://x.example/a.png onerror=alert(2)> & "quotes" </pre>\x00'
@@ -294,49 +294,62 @@ def test_compare_ranks_and_explains(pair: dict[str, str], tmp_path: Path) -> Non
     assert speeds == sorted(speeds, reverse=True)
     own = found["target"]
     assert own["acceptance_by_position"] == [1.0, 1.0]
-    assert own["facts"]["laws"]["agreement"] == 1.0
-    assert own["facts"]["laws"]["expected_acceptance"] == pytest.approx(1.0, abs=1e-5)
+    assert own["facts"]["distributions"]["agreement"] == 1.0
+    assert own["facts"]["distributions"]["expected_acceptance"] == pytest.approx(1.0, abs=1e-5)
     assert own["facts"]["size_ratio"] == 1.0
     assert any(r.startswith("size:") for r in own["reasons"])
-    assert found["draft"]["facts"]["laws"]["agreement"] < 1.0
+    assert found["draft"]["facts"]["distributions"]["agreement"] < 1.0
     assert found["prompt-lookup:ngram_min=1"]["facts"] is None
     assert result["gate"]["passed"]
     again = json.loads(invoke(*arguments).stdout)
     assert again["candidates"][0]["tokens_per_second"] == result["candidates"][0]["tokens_per_second"], "it ran again"
 
 
-def test_the_laws_are_those_of_the_emitted_positions(pair: dict[str, str]) -> None:
-    """Against a forward pass a position: one off would look at the wrong laws."""
+def test_the_distributions_are_those_of_the_emitted_positions(pair: dict[str, str]) -> None:
+    """Against a forward pass a position: one off would look at the wrong ones."""
     decoder = SpeculativeDecoder.from_pretrained(pair["target"], pair["draft"])
     prompt = [5, 9, 300, 17]
     tokens = decoder.generate([prompt], 6, strategies=[]).token_ids[0]
-    laws = Laws.along(decoder, prompt, tokens, {})
-    assert len(laws.acceptance) == len(tokens)
-    assert not laws.acceptance.requires_grad
+    [[acceptance, *_]] = along(decoder, [(prompt, tokens)], {})
+    assert len(acceptance) == len(tokens)
+    assert not acceptance.requires_grad
     for i in range(len(tokens)):
         ids = torch.tensor([[*prompt, *tokens[:i]]])
         p, q = (
             torch.softmax(r.model(input_ids=ids).logits[0, -1].detach(), -1) for r in (decoder.target, decoder.draft)
         )  # type: ignore[union-attr]
         assert int(p.argmax()) == tokens[i]
-        assert laws.acceptance[i].item() == pytest.approx(torch.minimum(p, q).sum().item(), abs=1e-5)
+        assert acceptance[i].item() == pytest.approx(torch.minimum(p, q).sum().item(), abs=1e-5)
+
+
+def test_a_pair_is_examined_as_far_as_the_drafts_context_reaches(pair: dict[str, str], tmp_path: Path) -> None:
+    short = save_model(tmp_path / "short", max_position_embeddings=16)
+    decoder = SpeculativeDecoder.from_pretrained(pair["target"], short)
+    config = grid({"target": pair["target"], "draft": short}, axes={})
+    cells, prompt = config.expand(), [5] * 10
+    plain = next(cell for cell in cells if not cell.strategies)
+    rows = {(plain.key, name): {"status": "ok", "tokens": [7] * n} for name, n in (("a", 20), ("b", 0))}
+    facts = examine(decoder, cells, {"a": prompt, "b": prompt, "c": prompt}, rows)
+    assert facts["longest_text"] == 30
+    assert 0 <= facts["distributions"]["expected_acceptance"] <= 1
+    assert examine(decoder, cells, {"b": prompt}, rows)["distributions"] is None
 
 
 def test_a_reason_is_given_exactly_where_its_figure_says_so() -> None:
-    laws = {
+    means = {
         "expected_acceptance": 0.7, "agreement": 0.9, "entropy": 1.0, "draft_entropy": 1.0, "acceptance_certain": 0.9,
         "acceptance_uncertain": 0.8, "acceptance_early": 0.7, "acceptance_late": 0.7,
     }  # fmt: skip
     costs = {"acceptance": 0.8, "length": 4.0, "drafted_share": 1.0, "draft_cost": 0.05, "width_cost": 0.0}
-    facts = {"size_ratio": 0.1, "laws": laws, "longest_text": 50, "draft_context": 512, "same_template": True}
+    facts = {"size_ratio": 0.1, "distributions": means, "longest_text": 50, "draft_context": 512, "same_template": True}
     quiet = {"facts": facts, "costs": costs, "best_length": 4, "best_length_speedup": 2.0, "decode_speedup": None}
     assert reasons({**quiet, "predicted_speedup": None}) == []
     changes: dict[str, dict[str, Any]] = {
         "size:": {"facts": {**facts, "size_ratio": 0.5}},
-        "agreement:": {"facts": {**facts, "laws": {**laws, "agreement": 0.4}}},
-        "entropy: expected": {"facts": {**facts, "laws": {**laws, "acceptance_uncertain": 0.5}}},
-        "entropy: the draft": {"facts": {**facts, "laws": {**laws, "draft_entropy": 0.5}}},
-        "context: expected": {"facts": {**facts, "laws": {**laws, "acceptance_late": 0.5}}},
+        "agreement:": {"facts": {**facts, "distributions": {**means, "agreement": 0.4}}},
+        "entropy: expected": {"facts": {**facts, "distributions": {**means, "acceptance_uncertain": 0.5}}},
+        "entropy: the draft": {"facts": {**facts, "distributions": {**means, "draft_entropy": 0.5}}},
+        "context: expected": {"facts": {**facts, "distributions": {**means, "acceptance_late": 0.5}}},
         "context: the draft": {"facts": {**facts, "draft_context": 32}},
         "template:": {"facts": {**facts, "same_template": False}},
         "tokenizer:": {"facts": {**facts, "vocabulary": "translated"}},

@@ -1,23 +1,22 @@
 """`specdec compare`: several drafts and strategies for one target on the same prompts, ranked, with reasons.
 
-Built on the ablation runner: every candidate is a cell, plain decoding runs beside it, and the equality gate applies.
-What is measured is joined with what explains it: one teacher-forced pass of target and draft over the plain texts gives
-p and q at every position, so that agreement, entropy and context can be looked at apart from any drafting round.
+Built on the ablation runner: every candidate is a cell, plain decoding runs too, and the equality gate applies. One
+teacher-forced pass of target and draft over the plain texts gives p and q at every position: agreement, entropy and
+context explain what was measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from specdec.decoder import SpeculativeDecoder
-from specdec.device.transfer import to_device
 from specdec.drafters import make_drafters
-from specdec.drafters.base import pad_vocabulary
 from specdec.errors import SpecdecError
 from specdec.research.ablation.config import PLAIN, AblationConfig, Cell
 from specdec.research.ablation.merge import merge
@@ -25,6 +24,7 @@ from specdec.research.ablation.runner import Progress, run_ablation
 from specdec.research.ablation.store import Store, read_checked
 from specdec.research.ablation.summary import by_setting, setting_figures, theoretical_speedup
 from specdec.research.ablation.table import Row, as_rows
+from specdec.research.offline.forcing import read_pair
 
 ALONE = "no draft"  # the pair of strategies that need no draft model
 EXAMINED = 16  # prompts of the teacher-forced passes
@@ -34,11 +34,19 @@ LARGE_DRAFT, LOW_AGREEMENT, ENTROPY_GAP, CONTEXT_DROP, OVERCONFIDENT, OUTSIDE = 
 
 
 def compare_config(
-    target: str, drafts: Sequence[str], strategies: Sequence[str] = (), k: int = 5, prompts: Sequence[str] = (),
-    data: Mapping[str, Any] | None = None, loading: Mapping[str, Any] | None = None, **generation: Any,
-) -> AblationConfig:  # fmt: skip
-    """The ablation behind a comparison: `draft-model` of `k` tokens with every draft, and the strategies, which need
-    none. Raises SpecdecError for a comparison of nothing, of one thing with itself, or of a chain with a draft."""
+    target: str,
+    drafts: Sequence[str],
+    strategies: Sequence[str] = (),
+    k: int = 5,
+    prompts: Sequence[str] = (),
+    data: Mapping[str, Any] | None = None,
+    loading: Mapping[str, Any] | None = None,
+    **generation: Any,
+) -> AblationConfig:
+    """The ablation of a comparison: `draft-model` of `k` tokens with every draft, and strategies without a draft.
+
+    Raises SpecdecError for a comparison of nothing, of one thing with itself, or of a chain with a draft.
+    """
     if not drafts and not strategies:
         raise SpecdecError("compare: nothing to compare: give drafts or strategies")
     if len(set(drafts)) < len(drafts) or len(set(strategies)) < len(strategies):
@@ -46,20 +54,24 @@ def compare_config(
     for text in strategies:
         if any(d.name == "draft-model" for d in make_drafters(text, has_draft=False)):
             raise SpecdecError("compare: strategies are compared without a draft model: name drafts by themselves")
-    shared = dict(loading or {})
-    names = _names(drafts)
+    names, shared = _names(drafts), dict(loading or {})
     pairs = {name: {**shared, "target": target, "draft": draft} for name, draft in zip(names, drafts, strict=True)}
+    chains: dict[str, Any] = {text: [text] for text in strategies}
+    if drafts:
+        chains["draft-model"] = [{"name": "draft-model", "n_max": k}]
     if strategies:
         pairs[ALONE] = {"target": target, **{k: v for k, v in shared.items() if not k.startswith("draft_")}}
     cells = [{"pair": name, "strategies": "draft-model"} for name in names]
     cells += [{"pair": ALONE, "strategies": text} for text in strategies]
-    chains: dict[str, Any] = {text: [text] for text in strategies}
-    if drafts:
-        chains["draft-model"] = [{"name": "draft-model", "n_max": k}]
     return AblationConfig(
-        pairs=pairs, strategies=chains, prompts=tuple(prompts) or None, data=dict(data or {}), generation=generation,
-        axes={"strategies": [PLAIN]}, cells=tuple(cells),
-    )  # fmt: skip
+        pairs,
+        chains,
+        data=dict(data or {}),
+        prompts=tuple(prompts) or None,
+        generation=generation,
+        axes={"strategies": [PLAIN]},
+        cells=tuple(cells),
+    )
 
 
 def _names(drafts: Sequence[str]) -> list[str]:
@@ -85,21 +97,24 @@ def compare(config: AblationConfig, out: Path, progress: Progress = lambda what:
 
 def candidate(group: Sequence[Row], rows: Sequence[Row], facts: Mapping[str, Any] | None) -> dict[str, Any]:
     """One draft or strategy: its figures, what theory makes of them, and the reasons that fit."""
-    figures = setting_figures(group, rows)
-    costs = figures.get("costs")
+    figures, head = setting_figures(group, rows), group[0]
+    costs, alone = figures.get("costs"), head["pair"] == ALONE
     depth = max((len(r["tested"]) for r in group), default=0)
     counts = [[sum(_at(r[name], i) for r in group) for name in ("reached", "tested")] for i in range(depth)]
     categories = dict.fromkeys(r["category"] for r in group)
-    head = group[0]
     # What a strategy without a model drafts is decided by the text: it has no length to choose.
-    best, gain = best_length(costs if head["pair"] != ALONE else None)
+    best, gain = best_length(None if alone else costs)
     made = {
-        "name": head["pair"] if head["pair"] != ALONE else head["strategies"], "pair": head["pair"], **figures,
+        "name": head["strategies"] if alone else head["pair"],
+        "pair": head["pair"],
+        **figures,
         "acceptance_by_position": [a / t if t else None for a, t in counts],
         "acceptance_by_category": {c: _pooled([r for r in group if r["category"] == c]) for c in categories},
-        "cost_ratio": costs["draft_cost"] if costs else None, "best_length": best, "best_length_speedup": gain,
-        "facts": facts if head["pair"] != ALONE else None,
-    }  # fmt: skip
+        "cost_ratio": costs["draft_cost"] if costs else None,
+        "best_length": best,
+        "best_length_speedup": gain,
+        "facts": None if alone else facts,
+    }
     return {**made, "reasons": reasons(made)}
 
 
@@ -126,153 +141,130 @@ def _pooled(rows: Sequence[Row]) -> float | None:
 
 
 def examine(
-    decoder: SpeculativeDecoder, cells: Sequence[Cell], encoded: Mapping[str, Any],
+    decoder: SpeculativeDecoder,
+    cells: Sequence[Cell],
+    encoded: Mapping[str, Any],
     rows: Mapping[tuple[str, str], Mapping[str, Any]],
-) -> dict[str, Any]:  # fmt: skip
-    """Facts about a pair: sizes, vocabularies, templates, and the two laws along the plain texts."""
+) -> dict[str, Any]:
+    """Facts about a pair: sizes, vocabularies, templates, and p and q along the plain texts."""
     report, draft = decoder.report, decoder.draft
-    tokenizers = [getattr(t, "chat_template", None) for t in (decoder.tokenizer, decoder.draft_tokenizer)]
-    facts: dict[str, Any] = {
-        "size_ratio": report.size_ratio, "vocabulary": report.vocabulary,
-        "same_template": tokenizers[0] == tokenizers[1],
-        "context": decoder.target.context, "draft_context": draft.context if draft is not None else None,
-        "longest_text": 0, "laws": None,
-    }  # fmt: skip
+    templates = [getattr(t, "chat_template", None) for t in (decoder.tokenizer, decoder.draft_tokenizer)]
     plain = next((cell for cell in cells if not cell.strategies), None)
-    found: list[Laws] = []
+    texts = []
     for name, ids in list(encoded.items())[:EXAMINED]:
         row = rows.get((plain.key, name)) if plain is not None else None
-        if row is None or row["status"] != "ok":
-            continue
-        facts["longest_text"] = max(facts["longest_text"], len(ids) + len(row["tokens"]))
-        if draft is not None and report.vocabulary != "translated":
-            found.append(Laws.along(decoder, ids, row["tokens"], cells[0].generation))
-    if found:
-        facts["laws"] = _law_facts(found)
-    return facts
+        if row is not None and row["status"] == "ok":
+            texts.append((ids, row["tokens"]))
+    found: list[Tensor] = []
+    if draft is not None and report.vocabulary != "translated":
+        limit = min(decoder.target.context, draft.context)
+        inside = [(ids, tokens[: limit - len(ids)]) for ids, tokens in texts if len(ids) < limit and tokens]
+        found = along(decoder, inside, cells[0].generation)
+    return {
+        "size_ratio": report.size_ratio,
+        "vocabulary": report.vocabulary,
+        "same_template": templates[0] == templates[1],
+        "context": decoder.target.context,
+        "draft_context": draft.context if draft is not None else None,
+        "longest_text": max((len(ids) + len(tokens) for ids, tokens in texts), default=0),
+        "distributions": _means(found) if found else None,
+    }
 
 
-@dataclass(frozen=True)
-class Laws:
-    """Along one plain text, [n] each: acceptance expected at a position (1 - TV), whether both prefer the same token,
-    and the entropies of p and q in nats."""
-
-    acceptance: torch.Tensor
-    agree: torch.Tensor
-    entropy: torch.Tensor
-    draft_entropy: torch.Tensor
-
-    @staticmethod
-    @torch.no_grad()
-    def along(
-        decoder: SpeculativeDecoder, ids: Sequence[int], tokens: Sequence[int], generation: Mapping[str, Any]
-    ) -> Laws:
-        """One pass of each model. Greedy text is looked at with the laws of temperature 1."""
-        temperature = float(generation.get("temperature", 0.0)) or 1.0
-        text = [*ids, *tokens][:-1]
-        laws = []
-        for runner in (decoder.target, decoder.draft):
-            assert runner is not None
-            fed = to_device([text], runner.device).clamp(max=runner.embedded - 1)
-            scores = runner.model(input_ids=fed, use_cache=False).logits[0, len(ids) - 1 :]
-            scores = pad_vocabulary(scores, decoder.target.vocab_size, runner.excluded)
-            laws.append(torch.softmax(scores.float().cpu() / temperature, dim=-1))
-        p, q = laws
-        return Laws(
-            torch.minimum(p, q).sum(-1),
-            (p.argmax(-1) == q.argmax(-1)).float(),
-            torch.special.entr(p).sum(-1),
-            torch.special.entr(q).sum(-1),
-        )
+@torch.no_grad()
+def along(
+    decoder: SpeculativeDecoder, texts: Sequence[tuple[list[int], list[int]]], generation: Mapping[str, Any]
+) -> list[Tensor]:
+    """What p and q are along each (prompt, output), [4, n]: expected acceptance (1 - TV), agreement of their best
+    tokens, entropy of p and of q in nats. For greedy texts, p and q at temperature 1."""
+    options = {k: v for k, v in generation.items() if k not in ("seed", "batch_size")}
+    call = decoder._call([ids for ids, _ in texts], [], **options)
+    found = []
+    for scores in read_pair(decoder, call, [tokens for _, tokens in texts]):
+        p, q = (torch.softmax(s.float(), dim=-1) for s in scores)
+        agree = (p.argmax(-1) == q.argmax(-1)).float()
+        entropies = [torch.special.entr(x).sum(-1) for x in (p, q)]
+        found.append(torch.stack([torch.minimum(p, q).sum(-1), agree, *entropies]))
+    return found
 
 
-def _law_facts(found: Sequence[Laws]) -> dict[str, float]:
-    """Means over all positions; acceptance in the third of least and of most entropy, and in the first and the last
-    third of the texts."""
-    acceptance, agree, entropy, draft_entropy = (
-        torch.cat([getattr(laws, name) for laws in found])
-        for name in ("acceptance", "agree", "entropy", "draft_entropy")
-    )
+def _means(found: Sequence[Tensor]) -> dict[str, float]:
+    """Means over all positions; of expected acceptance also over the third of the positions with the least and the most
+    entropy, and over the first and the last third of each text."""
+    acceptance, agree, entropy, draft_entropy = torch.cat(list(found), dim=1)
     order = entropy.argsort()
     third = max(1, len(order) // 3)
-    ends = [
-        (laws.acceptance[: len(laws.acceptance) // 3], laws.acceptance[-(len(laws.acceptance) // 3) :])
-        for laws in found
-    ]
-    long_enough = [(a, b) for a, b in ends if len(a)]
-    early, late = (torch.cat([e[i] for e in long_enough]).mean() if long_enough else acceptance.mean() for i in (0, 1))
+    thirds = [(text[0], text.shape[1] // 3) for text in found if text.shape[1] >= 3] or [(acceptance, len(acceptance))]
     made = {
-        "expected_acceptance": acceptance.mean(), "agreement": agree.mean(), "entropy": entropy.mean(),
-        "draft_entropy": draft_entropy.mean(), "acceptance_certain": acceptance[order[:third]].mean(),
-        "acceptance_uncertain": acceptance[order[-third:]].mean(), "acceptance_early": early, "acceptance_late": late,
-    }  # fmt: skip
-    return {name: float(value) for name, value in made.items()}
+        "expected_acceptance": acceptance,
+        "agreement": agree,
+        "entropy": entropy,
+        "draft_entropy": draft_entropy,
+        "acceptance_certain": acceptance[order[:third]],
+        "acceptance_uncertain": acceptance[order[-third:]],
+        "acceptance_early": torch.cat([a[:n] for a, n in thirds]),
+        "acceptance_late": torch.cat([a[-n:] for a, n in thirds]),
+    }
+    return {name: float(values.mean()) for name, values in made.items()}
 
 
 def reasons(made: Mapping[str, Any]) -> list[str]:
     """Sentences that fit a candidate's figures; every one names the figure that it rests on."""
-    facts, costs = made["facts"] or {}, made.get("costs") or {}
-    laws, said = facts.get("laws") or {}, []
+    facts, costs = made["facts"] or {}, made.get("costs")
+    said = [*_pair_reasons(facts), *_distribution_reasons(facts.get("distributions"))]
+    return said if costs is None else [*said, *_cost_reasons(made, costs)]
+
+
+def _pair_reasons(facts: Mapping[str, Any]) -> Iterator[str]:
     if (ratio := facts.get("size_ratio") or 0) > LARGE_DRAFT:
-        said.append(f"size: the draft has {ratio:.2f} of the target's parameters; above 1 : 3 it rarely pays")
-    if laws and laws["agreement"] < LOW_AGREEMENT:
-        said.append(f"agreement: both models prefer the same token at only {laws['agreement']:.0%} of the positions")
-    if laws and laws["acceptance_certain"] - laws["acceptance_uncertain"] > ENTROPY_GAP:
-        said.append(
-            f"entropy: expected acceptance is {laws['acceptance_certain']:.2f} where the target is certain and "
-            f"{laws['acceptance_uncertain']:.2f} where it is not (mean entropy {laws['entropy']:.2f} nats)"
-        )
-    if laws and laws["draft_entropy"] < OVERCONFIDENT * laws["entropy"]:
-        said.append(
-            f"entropy: the draft is overconfident, {laws['draft_entropy']:.2f} nats against the target's "
-            f"{laws['entropy']:.2f}"
-        )
-    if laws and laws["acceptance_early"] - laws["acceptance_late"] > CONTEXT_DROP:
-        said.append(
-            f"context: expected acceptance falls from {laws['acceptance_early']:.2f} in the first third of the texts "
-            f"to {laws['acceptance_late']:.2f} in the last"
-        )
-    return said + _setting_reasons(facts) + _cost_reasons(made, costs)
-
-
-def _setting_reasons(facts: Mapping[str, Any]) -> list[str]:
-    said = []
-    if (facts.get("draft_context") or float("inf")) < facts.get("longest_text", 0):
-        said.append(
-            f"context: the draft's context of {facts['draft_context']} tokens ends inside the longest text of "
-            f"{facts['longest_text']}"
-        )
+        yield f"size: the draft has {ratio:.2f} of the target's parameters; above 1 : 3 it rarely pays"
+    own, longest = facts.get("draft_context") or math.inf, facts.get("longest_text", 0)
+    if own < longest:
+        yield f"context: the draft's context of {own} tokens ends inside the longest text of {longest}"
     if facts.get("same_template") is False:
-        said.append("template: the two tokenizers have different chat templates, and the target's is used")
+        yield "template: the two tokenizers have different chat templates, and the target's is used"
     if facts.get("vocabulary") == "translated":
-        said.append("tokenizer: the vocabularies differ, the draft is translated through text")
-    return said
+        yield "tokenizer: the vocabularies differ, the draft is translated through text"
 
 
-def _cost_reasons(made: Mapping[str, Any], costs: Mapping[str, float]) -> list[str]:
-    said: list[str] = []
-    if not costs:
-        return said
+def _distribution_reasons(d: Mapping[str, float] | None) -> Iterator[str]:
+    if d is None:
+        return
+    if d["agreement"] < LOW_AGREEMENT:
+        yield f"agreement: both models prefer the same token at only {d['agreement']:.0%} of the positions"
+    certain, uncertain = d["acceptance_certain"], d["acceptance_uncertain"]
+    if certain - uncertain > ENTROPY_GAP:
+        yield (
+            f"entropy: expected acceptance is {certain:.2f} where the target is certain and {uncertain:.2f} where it "
+            f"is not (mean entropy {d['entropy']:.2f} nats)"
+        )
+    if d["draft_entropy"] < OVERCONFIDENT * d["entropy"]:
+        both = f"{d['draft_entropy']:.2f} nats against the target's {d['entropy']:.2f}"
+        yield f"entropy: the draft is overconfident, {both}"
+    early, late = d["acceptance_early"], d["acceptance_late"]
+    if early - late > CONTEXT_DROP:
+        yield (
+            f"context: expected acceptance falls from {early:.2f} in the first third of the texts to {late:.2f} in the "
+            "last"
+        )
+
+
+def _cost_reasons(made: Mapping[str, Any], costs: Mapping[str, float]) -> Iterator[str]:
     if not costs["drafted_share"]:
-        return ["coverage: no round had a draft"]
-    length = round(costs["length"] / max(costs["drafted_share"], 1e-9))
-    if made["best_length"] == 0:
-        said.append(
-            f"cost: at acceptance {costs['acceptance']:.2f} and cost ratio {costs['draft_cost']:.2f} no length pays"
-        )
-    elif made["best_length"] and length and made["best_length"] != length:
-        said.append(
-            f"length: theory advises {made['best_length']} drafted tokens, for a speed-up of "
-            f"{made['best_length_speedup']:.2f}"
-        )
+        yield "coverage: no round had a draft"
+        return
+    length, best = round(costs["length"] / costs["drafted_share"]), made["best_length"]
+    if best == 0:
+        yield f"cost: at acceptance {costs['acceptance']:.2f} and cost ratio {costs['draft_cost']:.2f} no length pays"
+    elif best and length and best != length:
+        gain = made["best_length_speedup"]
+        yield f"length: theory advises {best} drafted tokens, for a speed-up of {gain:.2f}"
     if costs["drafted_share"] < 0.5:
-        said.append(f"coverage: only {costs['drafted_share']:.0%} of the rounds had a draft")
+        yield f"coverage: only {costs['drafted_share']:.0%} of the rounds had a draft"
     measured, predicted = (made.get("decode_speedup") or {}).get("value"), made.get("predicted_speedup")
     if measured and predicted and measured < (1 - OUTSIDE) * predicted:
-        said.append(
-            f"overhead: measured {measured:.2f} against {predicted:.2f} predicted from the two models' times alone"
-        )
-    return said
+        both = f"measured {measured:.2f} against {predicted:.2f}"
+        yield f"overhead: {both} predicted from the two models' times alone"
 
 
-__all__ = ["Laws", "compare", "compare_config", "examine", "reasons"]
+__all__ = ["along", "compare", "compare_config", "examine", "reasons"]

@@ -8,7 +8,8 @@ reasons that are in specdec.theory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,13 +44,28 @@ def force(decoder: Any, call: Any, outputs: Sequence[Sequence[int]], acceptance:
     if len(outputs) != len(call.rows):
         raise SpecdecError(f"what_if: got {len(outputs)} outputs for {len(call.rows)} rows")
     rule = "greedy" if call.sampling.greedy else acceptance
+    with _reading(decoder, call, outputs) as readers:
+        return [_forced(readers, row, output, rule) for row, output in zip(call.rows, outputs, strict=True)]
+
+
+def read_pair(decoder: Any, call: Any, outputs: Sequence[Sequence[int]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """The processed scores [n, V] of target and draft that each text's n tokens were sampled from, on the CPU."""
+    with _reading(decoder, call, outputs) as readers:
+        for row, output in zip(call.rows, outputs, strict=True):
+            p, q = (torch.cat([scores.cpu() for scores, _ in reader.read(row, output)]) for reader in readers)
+            yield p, q
+
+
+@contextmanager
+def _reading(decoder: Any, call: Any, outputs: Sequence[Sequence[int]]) -> Iterator[list[_Reader]]:
+    """Readers for target and draft; none without a draft model."""
     longest = max((len(row.prompt) + len(output) for row, output in zip(call.rows, outputs, strict=True)), default=1)
     readers: list[_Reader] = []
     try:
         if decoder.draft is not None:
             vocab = decoder.target.vocab_size
             readers += [_Reader(runner, call, vocab, longest) for runner in (decoder.target, decoder.draft)]
-        return [_forced(readers, row, output, rule) for row, output in zip(call.rows, outputs, strict=True)]
+        yield readers
     finally:
         for reader in readers:
             reader.close()
