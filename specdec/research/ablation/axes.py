@@ -28,10 +28,8 @@ def hits(strategies: Sequence[Mapping[str, Any]], axis: str) -> list[tuple[int, 
     """What a parameter's axis sets in a chain: (place in the chain, parameter)."""
     strategy, _, parameter = axis.rpartition(".")
     parameter = SHORTHANDS.get(axis, parameter)
-    return [
-        (i, parameter) for i, entry in enumerate(strategies)
-        if strategy in ("", entry["name"]) and parameter in parameters(entry["name"])
-    ]  # fmt: skip
+    chosen = [i for i, entry in enumerate(strategies) if strategy in ("", entry["name"])]
+    return [(i, parameter) for i in chosen if parameter in parameters(strategies[i]["name"])]
 
 
 def of_strategies(axis: str) -> bool:
@@ -59,7 +57,7 @@ def check_shadows(config: AblationConfig) -> None:
             raise SpecdecError(f"{where}: {first} and {second} set the same: take one of them away")
     for axis in config.axes:
         if any(axis not in cell for cell in config.cells):
-            continue  # there what stands outside of the axes counts
+            continue  # that cell takes the value from elsewhere
         hidden = _hidden(config, axis)
         if hidden is not None:
             raise SpecdecError(f"axes.{axis} and {hidden} set the same: take one of them away")
@@ -73,8 +71,8 @@ def _chains(config: AblationConfig, where: str, point: Mapping[str, Any]) -> dic
 
 
 def _same(config: AblationConfig, where: str, point: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Pairs of names beside each other that set one parameter of one strategy. Raises SpecdecError for a name that sets
-    none of any chain."""
+    """Pairs of names that set one parameter of one strategy. Raises SpecdecError for a name that sets none of any
+    chain."""
     chains = _chains(config, where, point)
     mine = [name for name in point if of_strategies(name)]
     for axis in mine:

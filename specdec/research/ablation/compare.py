@@ -23,7 +23,7 @@ from specdec.research.ablation.merge import merge
 from specdec.research.ablation.runner import Progress, run_ablation
 from specdec.research.ablation.store import Store, read_checked
 from specdec.research.ablation.summary import by_setting, setting_figures, theoretical_speedup
-from specdec.research.ablation.table import Row, as_rows
+from specdec.research.ablation.table import Row, table_of
 from specdec.research.offline.forcing import read_pair
 
 ALONE = "no draft"  # the pair of strategies that need no draft model
@@ -85,12 +85,11 @@ def compare(config: AblationConfig, out: Path, progress: Progress = lambda what:
     run_ablation(config, out, progress=progress, examine=examine)
     summary = merge(out)
     assert summary is not None  # one process ran all rows
-    store = Store(out)
-    store.read()
-    facts = {cell["pair"]: store.facts.get(cell["key"]) for cell in reversed(read_checked(out)["cells"])}
-    rows = as_rows(out)
-    groups = {name: group for name, group in by_setting(rows).items() if group[0]["drafts"]}
-    made = [candidate(group, rows, facts.get(group[0]["pair"])) for group in groups.values()]
+    manifest, store = read_checked(out), Store(out).read()
+    facts = {cell["pair"]: store.facts.get(cell["key"]) for cell in reversed(manifest["cells"])}
+    rows = table_of(manifest, store)[0]
+    groups = [group for group in by_setting(rows).values() if group[0]["drafts"]]
+    made = [candidate(group, rows, facts.get(group[0]["pair"])) for group in groups]
     made.sort(key=lambda c: -((c["decode_speedup"] or {}).get("value") or 0.0))
     return {**{k: summary[k] for k in ("date", "commit", "versions", "machine", "gate", "errors")}, "candidates": made}
 

@@ -8,8 +8,8 @@ The grid is the product of named axes; `cells` adds single settings. An axis is 
     dtype, draft_dtype, ...     a loading option of the pair (PairConfig), for every pair
     temperature, seed, ...      a generation option
 
-An axis that does not concern a chain (`k` without any drafter) makes no second cell of it. Whatever can be told to be
-wrong without a model is refused when the config is read, also two keys of which one would hide the other.
+An axis that does not concern a chain (`k` without any drafter) makes no second cell of it. What is wrong whatever the
+models are is refused when the config is read, also two keys of which one would hide the other.
 """
 
 from __future__ import annotations
@@ -31,55 +31,21 @@ from specdec.errors import SpecdecError
 from specdec.files.texts import is_unicode
 from specdec.research.ablation.axes import GENERATION, LOADING, SHORTHANDS, check_shadows, check_twice, hits, parameters
 from specdec.research.demo import comparable
+from specdec.research.prompts.choice import DataConfig, as_written, is_texts
 
 DATASET = "spec-bench"
 PLAIN = "plain"  # the name of the reference chain, which drafts nothing
 # Options that only Python can give, or that would make other things of the rows.
-_UNFIT = (
-    "num_return_sequences", "keep_state", "output_logprobs", "logits_processor", "stopping_criteria",
-    "prefix_allowed_tokens_fn",
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """Prompts of a set, as `load_prompts` takes them.
-
-    dataset: None = spec-bench, or no set where the config has prompts of its own; chat: whether a prompt goes through
-    the target's chat template; "auto" = where there is one. longest: tokens of a prompt's text, or of a chat's last
-    message, the rest is cut; None = whole.
-    """
-
-    dataset: str | None = None
-    categories: Any = None
-    limit: int | None = 8
-    seed: int = 0
-    chat: Any = "auto"
-    longest: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.dataset is not None and (not isinstance(self.dataset, (str, Path)) or not str(self.dataset)):
-            raise SpecdecError(f"data: dataset must be the name of a set or a file, got {self.dataset!r}")
-        names = self.categories
-        if names is not None and not isinstance(names, str) and not _texts(names):
-            raise SpecdecError(f"data: categories must be a list of names, got {_shown(names)!r}")
-        for name, least in (("limit", 1), ("longest", 1)):
-            if getattr(self, name) is not None:
-                check_whole(f"data: {name}", getattr(self, name), least)
-        check_whole("data: seed", self.seed, 0)
-        if self.chat not in ("auto", True, False) or not isinstance(self.chat, (str, bool)):
-            raise SpecdecError(f"data: chat must be true, false or auto, got {self.chat!r}")
-
-    @property
-    def chosen(self) -> list[str]:
-        """The options of a set that are given, which prompts of one's own leave without effect."""
-        names = ("dataset", "categories", "limit", "seed")
-        return [name for name in names if getattr(self, name) != getattr(DataConfig, name)]
+_PYTHON_ONLY = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
+_UNFIT = ("num_return_sequences", "keep_state", "output_logprobs", *_PYTHON_ONLY)
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One setting of the grid. settings: the axes' values for tables, None where an axis does not concern the cell."""
+    """One setting of the grid.
+
+    settings: the axes' values for tables, None if an axis does not concern the cell.
+    """
 
     pair: str
     chain: str
@@ -90,7 +56,7 @@ class Cell:
 
     @cached_property
     def key(self) -> str:
-        """A short hash of everything that the cell's rows depend on beside the prompt and the models' weights."""
+        """A short hash of everything that the cell's rows depend on, the prompt and the models' weights apart."""
         parts = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "settings"}
         return content_hash({**parts, "models": vars(self.models)})
 
@@ -106,13 +72,13 @@ class Cell:
 
     @property
     def words(self) -> str:
-        """Where the cell stands in the grid, for messages."""
+        """The cell's place in the grid, for messages."""
         own = {k: v for k, v in self.settings.items() if v is not None and k not in ("pair", "strategies")}
         return f"pairs.{self.pair} with strategies.{self.chain}" + "".join(f", {k}={v!r}" for k, v in own.items())
 
     @property
     def comparable(self) -> bool:
-        """Whether the texts must be plain decoding's: greedy, or a rule that emits the target's own draws."""
+        """Whether the texts must be plain decoding's: greedy, or a rule that emits the target's own samples."""
         return comparable(dict(self.generation))
 
     def plain(self) -> Cell:
@@ -120,20 +86,25 @@ class Cell:
         because nothing is accepted."""
         kept = {k: v for k, v in self.generation.items() if k not in ("acceptance", "order")}
         own = {"pair", *LOADING, *kept}
-        settings = {k: v if k in own else None for k, v in self.settings.items()}
-        return replace(
-            self, chain=PLAIN, strategies=(), generation={**kept, "acceptance": "match"},
-            settings={**settings, "strategies": PLAIN},
-        )  # fmt: skip
+        settings = {k: v if k in own else None for k, v in self.settings.items()} | {"strategies": PLAIN}
+        generation = {**kept, "acceptance": "match"}
+        return replace(self, chain=PLAIN, strategies=(), generation=generation, settings=settings)
 
 
 @dataclass(frozen=True)
 class AblationConfig:
-    """pairs: name -> PairConfig or its mapping; strategies: name -> list of strategies, names or mappings; generation:
-    options of every cell; axes: name -> values; cells: mappings of single values; prompts: own texts in the place of
-    a set; plain: whether plain decoding runs too, which the equality gate and every speed-up need; warm_up_tokens: of
-    an untimed run a loaded pair. Raises SpecdecError for a name or value that cannot be, and for keys that contradict
-    each other."""
+    """An ablation.
+
+    pairs: name -> PairConfig or its mapping.
+    strategies: name -> list of strategies, names or mappings.
+    data, prompts: a set, or texts of one's own.
+    generation: options of every cell.
+    axes, cells: name -> values that are crossed; mappings of single values.
+    plain: whether plain decoding runs too, which the equality gate and every speed-up need.
+    warm_up_tokens: of an untimed run of each loaded pair.
+
+    Raises SpecdecError for a name or value that cannot be, and for keys that contradict each other.
+    """
 
     pairs: Mapping[str, Any]
     strategies: Mapping[str, Any] = field(default_factory=dict)
@@ -172,9 +143,9 @@ class AblationConfig:
             raise SpecdecError(f"ablation: plain must be true or false, got {self.plain!r}")
         if not self.strategies and not self.plain:
             raise SpecdecError("ablation: nothing to run: strategies is empty and plain is false")
-        if self.prompts is not None and not _texts(self.prompts):
+        if self.prompts is not None and not is_texts(self.prompts):
             raise SpecdecError(
-                f"ablation: prompts must be texts, at least one and none empty, got {_shown(self.prompts)!r}"
+                f"ablation: prompts must be texts, at least one and none empty, got {as_written(self.prompts)!r}"
             )
         for index, text in enumerate(self.prompts or ()):
             if not is_unicode(text):
@@ -190,7 +161,7 @@ class AblationConfig:
                 raise SpecdecError(f"cells: expected mappings with `strategies`, got {cell!r}")
 
     def _check_values(self) -> None:
-        """Each value by itself, wherever it stands."""
+        """Check each value by itself."""
         for name, models in self.pairs.items():
             with _naming(f"pairs.{name}"):
                 check_loading(models)
@@ -217,7 +188,7 @@ class AblationConfig:
             raise unknown_name("axis", name, ("pair", "strategies", *SHORTHANDS, *LOADING, *GENERATION))
 
     def _check_cells(self) -> None:
-        """What only shows where the values of several keys meet: each combination once."""
+        """Check the values of several keys together, each combination once."""
         seen: set[str] = set()
         for cell in self.expand():
             parts = {"strategies": cell.strategies, "generation": {**cell.generation, "seed": 0}}
@@ -229,7 +200,7 @@ class AblationConfig:
                     check_chain(cell.strategies, cell.models.draft is not None, check_generation(cell.generation))
 
     def expand(self) -> list[Cell]:
-        """Every cell once, in the order of the axes as they stand, pairs first, references before what they are for."""
+        """Every cell once, in the order of the axes, pairs first, each reference before its cells."""
         return list(self._expanded)
 
     @cached_property
@@ -295,7 +266,7 @@ def _nested(kind: Any, data: Any, where: str) -> Any:
 
 
 def _chain(name: str, entries: Any) -> tuple[dict[str, Any], ...]:
-    """Strategies as mappings. Raises SpecdecError for what is no chain, also for values that no axis could mend."""
+    """Strategies as mappings. Raises SpecdecError for another form and for values that no axis can override."""
     if not isinstance(entries, (list, tuple)) or not all(isinstance(e, (str, Mapping)) for e in entries):
         raise SpecdecError(f"strategies.{name}: expected a list of names or mappings, got {entries!r}")
     if name == PLAIN and entries:
@@ -327,13 +298,3 @@ def _naming(where: str) -> Iterator[None]:
         yield
     except SpecdecError as error:
         raise SpecdecError(f"{where}: {error}") from error
-
-
-def _texts(values: Any) -> bool:
-    """Whether this is a list of texts, at least one and none empty."""
-    return isinstance(values, (list, tuple)) and bool(values) and all(isinstance(v, str) and v for v in values)
-
-
-def _shown(value: Any) -> Any:
-    """A value as the file has it: lists arrive as tuples."""
-    return list(value) if isinstance(value, tuple) else value

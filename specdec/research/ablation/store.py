@@ -21,7 +21,7 @@ from specdec.files.texts import as_path, is_file, parse_json, read_bytes, write_
 from specdec.research.ablation.config import AblationConfig, Cell, content_hash
 from specdec.research.ablation.journal import read_journals
 from specdec.research.bench import origin
-from specdec.research.prompts.datasets import Prompt, load_prompts
+from specdec.research.prompts.datasets import Prompt
 
 MANIFEST = "run.json"
 CELL = {
@@ -48,15 +48,10 @@ class Plan:
     @staticmethod
     def make(config: AblationConfig) -> Plan:
         """Raises SpecdecError for prompts that cannot be read."""
-        data = config.data
-        prompts = [Prompt(f"prompt/{i}", "prompts", text, (text,)) for i, text in enumerate(config.prompts or ())]
-        if data.dataset is not None:
-            categories = list(data.categories) if isinstance(data.categories, tuple) else data.categories
-            prompts = load_prompts(data.dataset, categories, data.limit, data.seed)
-        return Plan(config, config.expand(), prompts)
+        return Plan(config, config.expand(), config.data.load(config.prompts))
 
     def fingerprint(self, prompt: Prompt) -> str:
-        """What a prompt's ids depend on beside the tokenizer."""
+        """What a prompt's ids depend on, the tokenizer apart."""
         return content_hash([prompt.text, self.config.data.chat, self.config.data.longest, *prompt.messages])
 
     def own_code(self) -> dict[str, str]:
@@ -82,43 +77,46 @@ class Plan:
 
 @dataclass
 class Store:
-    """The folder, and the rows that its journals hold, the newest of each (cell, prompt)."""
+    """What a folder holds: the newest row of each (cell, prompt), facts about pairs, sessions of the runner."""
 
     folder: Path
     rows: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
-    facts: dict[str, dict[str, Any]] = field(default_factory=dict)  # of pairs, by the key of their first cell
+    facts: dict[str, dict[str, Any]] = field(default_factory=dict)  # by the key of a pair's first cell
+    sessions: list[dict[str, Any]] = field(default_factory=list)
 
     @staticmethod
     def open(folder: Path, plan: Plan, extend: bool = False) -> Store:
-        """Start or resume. extend: go on although the config or the versions have changed; rows whose settings are
-        still asked for are kept. A folder without a row, of a run that was refused, is anybody's. Raises SpecdecError
-        where they have changed without it."""
+        """Start or resume.
+
+        extend: resume although the config or the versions changed, and keep the rows whose settings are still asked
+        for. Raises SpecdecError for a change without it, unless the folder has no row yet.
+        """
         try:
             as_path(str(folder), "ablation").mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise SpecdecError(f"cannot write {folder}: {error.strerror}") from error
-        new = plan.manifest()
-        path = folder / MANIFEST
-        if path.is_file():
-            changed = _changes(read_checked(folder), new)
-            if changed and not extend and any(e.get("kind") == "row" for e in read_journals(folder)):
-                raise SpecdecError(
-                    f"{folder} holds another ablation: {', '.join(changed)} changed; give another folder, or --extend "
-                    "to keep the rows whose settings are still asked for"
-                )
-            if changed:
-                write_file(path, _text(new), "description")
-        else:
+        new, path, store = plan.manifest(), folder / MANIFEST, Store(folder)
+        changed = _changes(read_checked(folder), new) if path.is_file() else [MANIFEST]
+        if changed and path.is_file() and not extend and store.read().rows:
+            raise SpecdecError(
+                f"{folder} holds another ablation: {', '.join(changed)} changed; give another folder, or --extend "
+                "to keep the rows whose settings are still asked for"
+            )
+        if changed:
             write_file(path, _text(new), "description")
-        return Store(folder)
+        return store
 
-    def read(self) -> None:
-        """Take in the journals."""
+    def read(self) -> Store:
+        """Read the journals."""
+        self.sessions = []
         for entry in read_journals(self.folder):
             if entry.get("kind") == "row":
                 self.rows[entry["cell"], entry["prompt"]] = entry
             elif entry.get("kind") == "facts":
                 self.facts[entry["cell"]] = entry["facts"]
+            elif entry.get("kind") == "session":
+                self.sessions.append(entry)
+        return self
 
     def done(self, cell: Cell, prompt: Prompt, fingerprint: str, retry_errors: bool = False) -> bool:
         """Whether the row is there, made from the same prompt."""
@@ -128,7 +126,7 @@ class Store:
         return not (retry_errors and row["status"] == "error")
 
     def check_weights(self, cells: Iterable[Cell], weights: Mapping[str, str]) -> None:
-        """Raise SpecdecError where rows of these cells were made with other weights."""
+        """Raise SpecdecError if a row of these cells was made with other weights."""
         keys = {cell.key: cell.pair for cell in cells}
         for (key, _), row in self.rows.items():
             if key in keys and row.get("weights") is not None and row["weights"] != dict(weights):
@@ -136,9 +134,16 @@ class Store:
                     f"{self.folder} holds rows of other weights of the pair {keys[key]!r}: give another folder"
                 )
 
+    def overhead(self) -> dict[str, float | int | None]:
+        """What the runner cost relative to decoding, over all sessions that ended by themselves; times in seconds."""
+        total = {name: sum(s[name] for s in self.sessions) for name in ("rows", "wall", "load", "decode")}
+        rest = total["wall"] - total["load"] - total["decode"]
+        share = rest / total["decode"] if total["decode"] else None
+        return {**total, "sessions": len(self.sessions), "overhead": share}
+
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """What an ablation's folder says of itself. Raises SpecdecError for a folder that is none."""
+    """The description in an ablation's folder. Raises SpecdecError for another folder."""
     path = as_path(str(folder), "ablation") / MANIFEST
     if not is_file(path):
         raise SpecdecError(f"{folder} is not the folder of an ablation: it has no {MANIFEST}")
@@ -151,7 +156,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def read_checked(folder: Path) -> dict[str, Any]:
-    """The same, for those who look at its parts. Raises SpecdecError also for a part that no run can have written."""
+    """The same with all parts checked. Raises SpecdecError also for a part that no run can have written."""
     made, where = read_manifest(folder), f"{folder / MANIFEST} is damaged"
     check(made, FORM, where)
     check(made.get("own_code", {}), MapOf(TEXT), f"{where}: own_code")
@@ -167,17 +172,16 @@ def read_checked(folder: Path) -> dict[str, Any]:
 
 def cell_to_dict(cell: Cell) -> dict[str, Any]:
     """A cell as plain data, its reference by key."""
-    plain = vars(cell.models)
+    given = {name: value for name, value in vars(cell.models).items() if value is not None}
+    own = ("key", "comparable", "pair", "chain", "seed", "batch_size")
     return {
-        "key": cell.key, "plain": cell.plain().key, "comparable": cell.comparable, "pair": cell.pair,
-        "chain": cell.chain, "models": {k: _text_of(v) for k, v in plain.items() if v is not None},
-        "strategies": [dict(s) for s in cell.strategies], "generation": dict(cell.generation),
-        "settings": dict(cell.settings), "seed": cell.seed, "batch_size": cell.batch_size,
-    }  # fmt: skip
-
-
-def _text_of(value: Any) -> Any:
-    return value if isinstance(value, (str, bool, int, float)) else str(value)
+        **{name: getattr(cell, name) for name in own},
+        "plain": cell.plain().key,
+        "models": {k: v if isinstance(v, (str, bool, int, float)) else str(v) for k, v in given.items()},
+        "strategies": [dict(s) for s in cell.strategies],
+        "generation": dict(cell.generation),
+        "settings": dict(cell.settings),
+    }
 
 
 def _text(manifest: Mapping[str, Any]) -> str:

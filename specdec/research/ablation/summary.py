@@ -50,13 +50,13 @@ def by_setting(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def gate(rows: Sequence[Row]) -> dict[str, Any]:
-    """The equality gate: rows compared with plain decoding, and those that differ. lossy: settings whose rule gives up
-    the target's law."""
+    """The equality gate: rows compared with plain decoding, and those that differ.
+
+    lossy: settings whose rule changes the distribution.
+    """
     compared = [r for r in rows if r["equals_plain"] is not None]
-    differing = [
-        {name: r[name] for name in ("setting", "seed", "prompt", "first_difference")}
-        for r in compared if not r["equals_plain"]
-    ]  # fmt: skip
+    names = ("setting", "seed", "prompt", "first_difference")
+    differing = [{name: r[name] for name in names} for r in compared if not r["equals_plain"]]
     lossy = list(dict.fromkeys(r["setting"] for r in rows if r["lossy"]))
     return {"compared": len(compared), "differing": differing, "passed": not differing, "lossy": lossy}
 
@@ -66,32 +66,48 @@ def setting_figures(group: Sequence[Row], rows: Sequence[Row]) -> dict[str, Any]
     sound = [r for r in group if r["status"] == "ok"]
     compared = [r["equals_plain"] for r in sound if r["equals_plain"] is not None]
     made: dict[str, Any] = {
-        "drafts": group[0]["drafts"], "pair": group[0]["pair"], "rows": len(group),
-        "prompts": len({r["prompt"] for r in group}), "errors": len(group) - len(sound),
-        "compared": len(compared), "differing": compared.count(False),
-    }  # fmt: skip
+        "drafts": group[0]["drafts"],
+        "pair": group[0]["pair"],
+        "rows": len(group),
+        "prompts": len({r["prompt"] for r in group}),
+        "errors": len(group) - len(sound),
+        "compared": len(compared),
+        "differing": compared.count(False),
+        **_ratios(sound),
+    }
+    return made | _against_plain(sound, rows) if group[0]["drafts"] else made
+
+
+def _ratios(sound: Sequence[Row]) -> dict[str, Any]:
+    """The FIGURES of some rows with their intervals, None without rows."""
     clusters = list(clustered(sound).values())
-    for name, (top, bottom) in FIGURES.items():
-        made[name] = ratio([c[top] for c in clusters], [c[bottom] for c in clusters]).to_dict() if clusters else None
-    if group[0]["drafts"]:
-        made.update(_against_plain(sound, rows))
-    return made
+    if not clusters:
+        return dict.fromkeys(FIGURES)
+    columns = {name: [c[name] for c in clusters] for name in SUMMED}
+    return {name: ratio(columns[x], columns[y]).to_dict() for name, (x, y) in FIGURES.items()}
 
 
 def _against_plain(sound: Sequence[Row], rows: Sequence[Row]) -> dict[str, Any]:
     mine, plain = paired(sound, references(sound, rows))
-    names: dict[str, Any] = {"speedup": None, "decode_speedup": None, "speedup_p": None, "predicted_speedup": None}
     if not mine:
-        return names
-    a, b = ([c["emitted_tokens"] for c in side] for side in (mine, plain))
-    whole = [[c["seconds"] for c in side] for side in (mine, plain)]
-    without = [[c["seconds"] - c["prefill_seconds"] for c in side] for side in (mine, plain)]
-    names["speedup"] = ratio_of_ratios((a, whole[0]), (b, whole[1])).to_dict()
-    names["decode_speedup"] = ratio_of_ratios((a, without[0]), (b, without[1])).to_dict()
-    per_token = [[s / max(1, n) for s, n in zip(*side, strict=True)] for side in ((whole[0], a), (whole[1], b))]
-    names["speedup_p"] = sign_flip_test([x - y for x, y in zip(*per_token, strict=True)])
+        return dict.fromkeys(("speedup", "decode_speedup", "speedup_p", "predicted_speedup"))
+    tokens, whole, without = (
+        [[value(c) for c in side] for side in (mine, plain)]
+        for value in (
+            lambda c: c["emitted_tokens"],
+            lambda c: c["seconds"],
+            lambda c: c["seconds"] - c["prefill_seconds"],
+        )
+    )
+    per_token = [[s / max(1, n) for s, n in zip(*side, strict=True)] for side in zip(whole, tokens, strict=True)]
     costs = measured_costs(mine, plain)
-    return {**names, "costs": costs, "predicted_speedup": predicted_speedup(costs)}
+    return {
+        "speedup": ratio_of_ratios((tokens[0], whole[0]), (tokens[1], whole[1])).to_dict(),
+        "decode_speedup": ratio_of_ratios((tokens[0], without[0]), (tokens[1], without[1])).to_dict(),
+        "speedup_p": sign_flip_test([x - y for x, y in zip(*per_token, strict=True)]),
+        "costs": costs,
+        "predicted_speedup": predicted_speedup(costs),
+    }
 
 
 def references(sound: Sequence[Row], rows: Sequence[Row]) -> list[Row]:
@@ -122,9 +138,14 @@ def paired(a: Sequence[Row], b: Sequence[Row]) -> tuple[list[Row], list[Row]]:
 
 
 def measured_costs(mine: Sequence[Row], plain: Sequence[Row]) -> dict[str, float] | None:
-    """What theory asks for, measured. acceptance: of a tested token; length: mean drafted tokens a round;
-    drafted_share: of the rounds; draft_cost c: of a drafted token, in plain passes; width_cost v: extra cost of the
-    wide pass; None without rounds of both."""
+    """What theory asks for, measured; None without rounds of both.
+
+    acceptance: of a tested token.
+    length: mean drafted tokens of a round.
+    drafted_share: share of the rounds that have a draft.
+    draft_cost c: of a drafted token, in plain passes.
+    width_cost v: extra cost of the wide pass, in plain passes.
+    """
     total, reference = ({n: sum(c[n] for c in side) for n in SUMMED} for side in (mine, plain))
     if not total["rounds"] or not reference["rounds"] or not reference["verify_seconds"]:
         return None
@@ -187,14 +208,8 @@ def compare_settings(name: str, a: Sequence[Row], other: str, b: Sequence[Row]) 
 
 
 def _categories(group: Sequence[Row]) -> dict[str, Any]:
-    made = {}
-    for category in dict.fromkeys(r["category"] for r in group):
-        clusters = list(clustered([r for r in group if r["category"] == category and r["status"] == "ok"]).values())
-        made[category] = {
-            name: ratio([c[x] for c in clusters], [c[y] for c in clusters]).to_dict() if clusters else None
-            for name, (x, y) in FIGURES.items()
-        }
-    return made
+    sound = [r for r in group if r["status"] == "ok"]
+    return {c: _ratios([r for r in sound if r["category"] == c]) for c in dict.fromkeys(r["category"] for r in group)}
 
 
 def _errors(rows: Sequence[Row]) -> list[dict[str, Any]]:

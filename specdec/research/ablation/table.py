@@ -9,7 +9,7 @@ counted, by the names of specdec.stats; `tokens`, `text`, `records` (rounds as s
 the gate:
 
 - `equals_plain`: whether the token ids are the reference's; None where they need not be (`leviathan` with sampling
-  keeps the law and not the sample), and where there is no reference or a row failed;
+  keeps the distribution and not the sample), and where there is no reference or a row failed;
 - `first_difference`: index of the first id that differs.
 """
 
@@ -24,8 +24,7 @@ from typing import Any
 from specdec.errors import SpecdecError
 from specdec.files.texts import as_path, is_file, is_folder, parse_json, write_file
 from specdec.research.ablation.config import PLAIN
-from specdec.research.ablation.journal import read_journals
-from specdec.research.ablation.store import read_checked
+from specdec.research.ablation.store import Store, read_checked
 from specdec.stats import RoundRecord, Tally
 
 TABLE = "table.parquet"
@@ -40,14 +39,17 @@ Row = dict[str, Any]
 
 
 def build_table(folder: Path) -> tuple[list[Row], int]:
-    """The rows of a folder, and how many are missing yet. Raises SpecdecError for a folder that is no ablation's."""
-    manifest = read_checked(folder)
-    found = {(e["cell"], e["prompt"]): e for e in read_journals(folder) if e.get("kind") == "row"}
+    """The rows of a folder, and how many are missing. Raises SpecdecError for another folder than an ablation's."""
+    return table_of(read_checked(folder), Store(folder).read())
+
+
+def table_of(manifest: Mapping[str, Any], store: Store) -> tuple[list[Row], int]:
+    """The rows that the description asks for, and how many of them are missing."""
     names = _labels(manifest["cells"])
     rows, missing = [], 0
     for cell in manifest["cells"]:
         for prompt in manifest["prompts"]:
-            entry = found.get((cell["key"], prompt["id"]))
+            entry = store.rows.get((cell["key"], prompt["id"]))
             if entry is None or entry["fingerprint"] != prompt["fingerprint"]:
                 missing += 1
                 continue
@@ -65,15 +67,13 @@ def _labels(cells: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     varying = [name for name, values in seen.items() if len(values) > 1]
     short = _short(varying)
     labels = {}
-    for cell in cells:
-        values = columns[cell["key"]]
+    for key, values in columns.items():
         parts = [str(values["pair"])] if "pair" in varying else []
         parts.append(str(values["strategies"]))
-        parts += [
-            str(values[n]) if n == "acceptance" else f"{short[n]}={_value(values[n])}"
-            for n in varying if n != "pair" and values.get(n) is not None
-        ]  # fmt: skip
-        labels[cell["key"]] = " ".join(parts)
+        for name in varying:
+            if name != "pair" and values.get(name) is not None:
+                parts.append(str(values[name]) if name == "acceptance" else f"{short[name]}={_value(values[name])}")
+        labels[key] = " ".join(parts)
     return labels
 
 
@@ -92,26 +92,42 @@ def _settings(cell: Mapping[str, Any]) -> Row:
     """The columns of a cell: the usual ones and the axes."""
     generation, plain = cell["generation"], cell["chain"] == PLAIN
     usual = {
-        "pair": cell["pair"], "strategies": cell["chain"], "acceptance": None if plain else generation["acceptance"],
-        "temperature": float(generation.get("temperature", 0.0)), "seed": cell["seed"],
+        "pair": cell["pair"],
+        "strategies": cell["chain"],
+        "acceptance": None if plain else generation["acceptance"],
+        "temperature": float(generation.get("temperature", 0.0)),
+        "seed": cell["seed"],
         "batch_size": cell["batch_size"],
-    }  # fmt: skip
+    }
     return {**usual, **{k: v for k, v in cell["settings"].items() if k not in usual}}
 
 
 def _flat(entry: Mapping[str, Any], cell: Mapping[str, Any], prompt: Mapping[str, Any], label: str) -> Row:
-    head = {
-        "setting": label, **_settings(cell), "cell": cell["key"], "plain": cell["plain"], "prompt": prompt["id"],
-        "category": prompt["category"], "call": entry["call"], "comparable": cell["comparable"],
-        "drafts": bool(cell["strategies"]), "status": entry["status"], "error": entry["error"],
-    }  # fmt: skip
-    plain = {name: entry.get(name) for name in AS_THEY_ARE}
-    return {**head, **plain, **figures(entry), **{name: entry.get(name) for name in SECONDS}, **_rates(entry)}
+    seconds = entry.get("seconds")
+    return {
+        "setting": label,
+        **_settings(cell),
+        "cell": cell["key"],
+        "plain": cell["plain"],
+        "prompt": prompt["id"],
+        "category": prompt["category"],
+        "call": entry["call"],
+        "comparable": cell["comparable"],
+        "drafts": bool(cell["strategies"]),
+        "status": entry["status"],
+        "error": entry["error"],
+        **{name: entry.get(name) for name in (*AS_THEY_ARE, *SECONDS)},
+        **figures(entry),
+        "tokens_per_second": len(entry["tokens"]) / seconds if seconds else None,
+        "strategy_seconds": [[name, value] for name, value in (entry.get("strategy_seconds") or {}).items()],
+    }
 
 
 def figures(entry: Mapping[str, Any]) -> Row:
-    """Acceptance figures of a row from its rounds. reached[i] and tested[i]: rounds in which draft i stood and in which
-    it was tested; their sums over rows give every acceptance rate."""
+    """Acceptance figures of a row from its rounds.
+
+    reached[i], tested[i]: rounds that accepted, and tested, draft i; their sums over rows give every acceptance rate.
+    """
     records = [RoundRecord(*record) for record in entry.get("records") or ()]
     tally = Tally.of(records)
     depth = max((r.depth for r in records), default=0)
@@ -125,14 +141,6 @@ def figures(entry: Mapping[str, Any]) -> Row:
         "reached": [sum(r.accepted > i for r in records) for i in range(depth)],
         "tested": tested,
         "acceptance_histogram": tally.acceptance_histogram,
-    }
-
-
-def _rates(entry: Mapping[str, Any]) -> Row:
-    seconds, shares = entry.get("seconds"), entry.get("strategy_seconds") or {}
-    return {
-        "tokens_per_second": len(entry["tokens"]) / seconds if seconds else None,
-        "strategy_seconds": [[name, value] for name, value in shares.items()],
     }
 
 

@@ -1,0 +1,66 @@
+"""Which prompts an experiment takes: a set, a part of it, and how they are given to the target."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specdec.config import check_whole
+from specdec.errors import SpecdecError
+from specdec.research.prompts.datasets import Prompt, load_prompts
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Prompts of a set, as `load_prompts` takes them.
+
+    dataset: None = spec-bench, or no set if there are prompts of one's own.
+    chat: whether a prompt goes through the target's chat template; "auto" = if there is one.
+    longest: cut a prompt's text, or a chat's last message, to this many tokens; None = whole.
+    """
+
+    dataset: str | None = None
+    categories: Any = None
+    limit: int | None = 8
+    seed: int = 0
+    chat: Any = "auto"
+    longest: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.dataset is not None and (not isinstance(self.dataset, (str, Path)) or not str(self.dataset)):
+            raise SpecdecError(f"data: dataset must be the name of a set or a file, got {self.dataset!r}")
+        names = self.categories
+        if names is not None and not isinstance(names, str) and not is_texts(names):
+            raise SpecdecError(f"data: categories must be a list of names, got {as_written(names)!r}")
+        for name in ("limit", "longest"):
+            if getattr(self, name) is not None:
+                check_whole(f"data: {name}", getattr(self, name), 1)
+        check_whole("data: seed", self.seed, 0)
+        if self.chat not in ("auto", True, False) or not isinstance(self.chat, (str, bool)):
+            raise SpecdecError(f"data: chat must be true, false or auto, got {self.chat!r}")
+
+    @property
+    def chosen(self) -> list[str]:
+        """The options of a set that are given, which have no effect on prompts of one's own."""
+        names = ("dataset", "categories", "limit", "seed")
+        return [name for name in names if getattr(self, name) != getattr(DataConfig, name)]
+
+    def load(self, texts: Iterable[str] | None) -> list[Prompt]:
+        """The prompts of one's own, and those of the set. Raises SpecdecError for a set that cannot be read."""
+        own = [Prompt(f"prompt/{i}", "prompts", text, (text,)) for i, text in enumerate(texts or ())]
+        if self.dataset is None:
+            return own
+        categories = list(self.categories) if isinstance(self.categories, tuple) else self.categories
+        return load_prompts(self.dataset, categories, self.limit, self.seed)
+
+
+def is_texts(values: Any) -> bool:
+    """Whether this is a list of texts, at least one and none empty."""
+    return isinstance(values, (list, tuple)) and bool(values) and all(isinstance(v, str) and v for v in values)
+
+
+def as_written(value: Any) -> Any:
+    """A value as a config file has it: lists arrive as tuples."""
+    return list(value) if isinstance(value, tuple) else value
