@@ -1,7 +1,7 @@
 """Configuration: frozen dataclasses, strict checks, YAML in and out. Unknown keys are errors.
 
-`GenerationSettings` is everything that `generate`, `stream` and `rounds` accept beside the prompts. `RunConfig` is a
-whole run as a file (configs/demo.yaml); every field there is a field here.
+`GenerationSettings` is everything that `generate`, `stream` and `rounds` accept, prompts apart. `RunConfig` is a whole
+run as a file (configs/demo.yaml); every field there is a field here.
 """
 
 from __future__ import annotations
@@ -45,12 +45,18 @@ class _Unset:
 UNSET: Any = _Unset()
 
 # Fields of transformers' GenerationConfig that are passed to its processors under their own names.
-PROCESSOR_FIELDS = tuple(name for name in (*TEXT_FIELDS, *WARPER_FIELDS))
-_ID_FIELDS = (
-    "bad_words_ids", "sequence_bias", "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens",
-    "begin_suppress_tokens",
-)  # fmt: skip
+PROCESSOR_FIELDS = (*TEXT_FIELDS, *WARPER_FIELDS)
 _FLAT_FIELDS = ("forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens")
+_ID_FIELDS = ("bad_words_ids", "sequence_bias", *_FLAT_FIELDS)
+_LEAST = {"max_new_tokens": 0, "top_k": 0, "num_return_sequences": 1, "batch_size": 1}
+_RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0.0, math.inf),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.0, math.inf),
+    **dict.fromkeys(OWN_FIELDS, (-2.0, 2.0)),
+}
+_CHOICES = {"order": ("given", "upstream"), "draft_length": ("auto", "given", None)}
 _REFUSED = {
     "num_beams": "beam search is not supported: speculative decoding verifies one continuation a row",
     "num_beam_groups": "beam search is not supported: speculative decoding verifies one continuation a row",
@@ -67,14 +73,18 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """Everything a generation call accepts beside its prompts. Names of the design's public surface.
+    """Everything a generation call accepts, prompts apart, by the names of the design's public surface.
 
-    max_new_tokens: most tokens emitted a row. seed: int = row i is keyed (seed, i); list = one seed a prompt; None =
-    fresh. temperature: 0 = greedy. top_k: 0 = off. top_p in (0, 1]. min_p in [0, 1]. presence_penalty and
-    frequency_penalty in [-2, 2]: OpenAI's, over generated ids. processors: other GenerationConfig fields by name.
-    logits_processor: transformers' processors, callables, or `specdec.sampling.constraints`. eos_token_id: UNSET = the
-    model's, None = none, int or list. batch_size: rows in one pass, None = all prompts up to 8. keep_state: reuse the
-    K/V of earlier rows that a prompt extends.
+    max_new_tokens: most tokens emitted per row.
+    acceptance: a rule, or its name: "leviathan", "typical:eps=0.3", "my_module:my_rule".
+    seed: int = row i is keyed (seed, i); list = one seed per prompt; None = fresh.
+    temperature: 0 = greedy. top_k: 0 = off. top_p: in (0, 1]. min_p: in [0, 1]. repetition_penalty: > 0.
+    presence_penalty, frequency_penalty: in [-2, 2], OpenAI's, over generated ids.
+    eos_token_id: UNSET = the model's; None = none; int or list.
+    logits_processor: transformers' processors, callables, or `specdec.sampling.constraints`.
+    batch_size: rows in one pass; None = all prompts, up to 8.
+    keep_state: reuse the K/V of earlier rows that a prompt extends.
+    processors: other GenerationConfig fields by name.
     """
 
     max_new_tokens: int = 128
@@ -134,25 +144,18 @@ class GenerationSettings:
         """Raise SpecdecError for a value out of range."""
         for name in ("ignore_eos", "output_logprobs", "keep_state"):
             check_switch(name, getattr(self, name))
-        check_whole("max_new_tokens", self.max_new_tokens, 0)
-        check_whole("top_k", self.top_k, 0)
-        check_whole("num_return_sequences", self.num_return_sequences, 1)
-        if self.batch_size is not None:
-            check_whole("batch_size", self.batch_size, 1)
-        check_number("temperature", self.temperature, 0.0, math.inf)
-        check_number("min_p", self.min_p, 0.0, 1.0)
-        check_number("top_p", self.top_p, 0.0, 1.0)
+        for name, least in _LEAST.items():
+            if name != "batch_size" or self.batch_size is not None:
+                check_whole(name, getattr(self, name), least)
+        for name, (low, high) in _RANGES.items():
+            check_number(name, getattr(self, name), low, high)
         if self.top_p == 0:
             raise SpecdecError("top_p must be in (0, 1], got 0: it would leave no token")
-        check_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf)
         if self.repetition_penalty == 0:
             raise SpecdecError("repetition_penalty must be > 0, got 0")
-        for name in OWN_FIELDS:
-            check_number(name, getattr(self, name), -2.0, 2.0)
-        if self.order not in ("given", "upstream"):
-            raise SpecdecError(f"order must be 'given' or 'upstream', got {self.order!r}")
-        if self.draft_length not in (None, "auto", "given"):
-            raise SpecdecError(f"draft_length must be 'auto', 'given' or None, got {self.draft_length!r}")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise SpecdecError(f"{name} must be {' or '.join(map(repr, choices))}, got {getattr(self, name)!r}")
         check_exact(self.exact)
         self._check_seed()
         self._check_processors()
@@ -169,19 +172,21 @@ class GenerationSettings:
                 raise SpecdecError(f"seed must be an int, a list of ints or None, got {seed!r}")
 
     def _check_processors(self) -> None:
-        """transformers ignores some values out of range without a word; here they are errors."""
+        """Raise SpecdecError for values out of range that transformers ignores without a word."""
         for name, value in self.processors.items():
-            if value is not None and name in ("no_repeat_ngram_size", "min_length", "min_new_tokens"):
+            if value is None:
+                continue
+            if name in ("no_repeat_ngram_size", "min_length", "min_new_tokens"):
                 check_whole(name, value, 0)
-            if value is not None and name in ("typical_p", "epsilon_cutoff", "eta_cutoff", "top_h"):
+            elif name in ("typical_p", "epsilon_cutoff", "eta_cutoff", "top_h"):
                 check_number(name, value, 0.0, 1.0)
-            if value is not None and name in ("renormalize_logits", "remove_invalid_values"):
+            elif name in ("renormalize_logits", "remove_invalid_values"):
                 check_switch(name, value)
-            if value is not None and name in _FLAT_FIELDS:
+            elif name in _FLAT_FIELDS:
                 _check_flat(name, value)
-            if value is not None and name == "sequence_bias":
+            elif name == "sequence_bias":
                 _check_biases(value)
-            if value is not None and name == "exponential_decay_length_penalty":
+            elif name == "exponential_decay_length_penalty":
                 _check_decay(value)
         for name in ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"):
             for value in as_list(getattr(self, name)):
@@ -190,8 +195,7 @@ class GenerationSettings:
                     raise SpecdecError(f"{name} must be callable, got {value!r}")
 
     def check_ids(self, vocab_size: int | None = None) -> None:
-        """Raise SpecdecError for a token id among the options that the target does not have; vocab_size None: that no
-        target can have."""
+        """Raise SpecdecError for a token id that the target does not have; vocab_size None: that no target can have."""
         named = {name: self.processors.get(name) for name in _ID_FIELDS}
         if self.eos_token_id is not UNSET:
             named["eos_token_id"] = self.eos_token_id
@@ -222,11 +226,13 @@ class GenerationSettings:
 
 @dataclass(frozen=True)
 class PairConfig:
-    """Which models to load, and how: hub ids, folders, GGUF files, or the embedded `demo-target` / `demo-draft`.
+    """Which models to load, and how.
 
-    device: None = CUDA if there is one, else CPU; dtype: None = the checkpoint's on a GPU, float32 on a CPU (a draft is
-    loaded in half precision on a GPU); device_map, quantization_config, revision, trust_remote_code: as transformers'
-    `from_pretrained` takes them; attn_implementation: None = specdec's own, or sdpa / eager.
+    target, draft: hub ids, folders, GGUF files, or the embedded `demo-target` / `demo-draft`.
+    device: None = CUDA if there is one, else CPU.
+    dtype: None = the checkpoint's on a GPU (a draft's: half precision), float32 on a CPU.
+    device_map, quantization_config, revision, trust_remote_code: as transformers' `from_pretrained` takes them.
+    attn_implementation: None = specdec's own, or sdpa / eager.
     """
 
     target: Any
@@ -246,10 +252,12 @@ class PairConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """A run as a file: a pair, the strategy chain, generation options, prompts.
+    """A run as a file.
 
-    strategies: names, or mappings with `name` and the strategy's parameters; generation: keyword arguments of
-    `generate`; prompts: strings.
+    pair: the models.
+    strategies: names, or mappings with `name` and the strategy's parameters; None = the default chain.
+    generation: keyword arguments of `generate`.
+    prompts: texts.
     """
 
     pair: PairConfig
@@ -283,7 +291,7 @@ def from_dict(cls: type[T], data: Any, where: str) -> T:
 
 
 def load_yaml(path: str | Path, cls: type[T] = RunConfig) -> T:  # type: ignore[assignment]
-    """Read a config file as a dataclass. Modules beside the file can be named in it from now on.
+    """Read a config file as a dataclass, and search its folder for modules that are named in it.
 
     Raises SpecdecError for a missing or malformed file or an unknown key.
     """
@@ -331,8 +339,8 @@ def _flattened(value: Any, name: str) -> list[int]:
 
 
 def plain_ids(value: Any) -> Any:
-    """Token ids in the forms that they come in - one, or a list, set, range, array or tensor of them - as an int or a
-    list of ints. Everything else stays as it is, to be refused."""
+    """Token ids - one, or a list, set, range, array or tensor of them - as an int or a list of ints. Everything else is
+    returned as it is, to be refused."""
     if isinstance(value, torch.Tensor | np.ndarray):
         return value.tolist()
     if isinstance(value, list | tuple | set | frozenset | range):
