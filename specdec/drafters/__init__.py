@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-from specdec.drafters.base import Draft, Drafter, DraftRequest
+from specdec.drafters.base import PROTOCOL, Draft, Drafter, DraftRequest, as_drafter, is_drafter
 from specdec.drafters.draft_model.strategy import DraftModel
 from specdec.drafters.eagle3.strategy import Eagle3
 from specdec.drafters.ngram.cache import NgramCache
@@ -51,19 +51,19 @@ def make_drafters(strategies: Any, has_draft: bool) -> list[Any]:
 
 def tree_makers(drafters: Sequence[Any]) -> list[str]:
     """Names of the strategies whose drafts can be trees."""
-    return [d.name for d in drafters if getattr(d, "makes_trees", False)]
+    return [d.name for d in drafters if d.makes_trees]
 
 
 def _make(entry: Any) -> Any:
     if isinstance(entry, (str, Mapping)):
         name, options = parse_strategy(entry)
         made = make_object(find_strategy(name), name, options, "strategy")
-        if not isinstance(made, Drafter):
+        if not is_drafter(made):
             raise SpecdecError(f"strategy {name!r} is not a drafter: {_missing(made)}")
-        return made
-    if isinstance(entry, type) or not isinstance(entry, Drafter):
+        return as_drafter(made)
+    if isinstance(entry, type) or not is_drafter(entry):
         raise SpecdecError(f"{entry!r} is not a strategy: give a name, or an object with name, begin, draft and accept")
-    return entry
+    return as_drafter(entry)
 
 
 def parse_strategy(entry: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -85,7 +85,7 @@ def find_strategy(name: str) -> Callable[..., Any]:
 
 
 def _missing(made: Any) -> str:
-    lacking = [name for name in ("name", "begin", "draft", "accept") if not hasattr(made, name)]
+    lacking = [name for name in PROTOCOL if not hasattr(made, name)]
     return f"{type(made).__name__} has no {', '.join(lacking)}"
 
 

@@ -1,32 +1,32 @@
 """The drafter protocol: the one seam that everything that proposes tokens hangs on.
 
 A drafter sees rows by number (the slot of a row in the batch), proposes for all rows that still need a draft in one
-call, and is told what was accepted. It never sees the target model. What it returns is data, a `Draft`.
+call, and is told what was accepted. What it returns is data, a `Draft`.
 
-Losslessness asks one thing of a drafter whose draft carries q (the law its tokens were drawn from): whether position
-i is proposed may depend on the tokens before it and on q_i, never on the sampled token x_i or anything later. A draft
-with `q=None` makes no claim, and is lossless whatever it proposes.
+Losslessness asks one thing of a drafter whose draft has q (the distribution its tokens were sampled from): whether
+position i is proposed may depend on the tokens before it and on q_i, never on the sampled token x_i or anything later.
+A draft with `q=None` makes no claim, and is lossless whatever it proposes.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.models.trees import shape_of
+from specdec.models.trees import depths_of
 from specdec.sampling.sampling import Purpose, Sampling
 
 if TYPE_CHECKING:
     from transformers import LogitsProcessorList, PreTrainedTokenizerBase
 
     from specdec.device.host_read import HostReader
-    from specdec.models.runner import Runner
+    from specdec.models.runner import PassOutput, Runner
 
 Tokens = Sequence[int] | np.ndarray
 
@@ -95,44 +95,50 @@ class DraftRequest:
 
 @dataclass(frozen=True)
 class Draft:
-    """Proposed tokens.
+    """Proposed tokens: a chain, or a tree of nodes.
 
-    tokens: ids, a list or an int64 tensor [k] that may live on a device (there a node of a tree can be
-    `trees.MISSING`: its parent's law had no token for it, and it counts for nothing);
-    parents: None for a chain, for a tree the node that each node follows (-1: the row's newest token), parents before
-    children and siblings in order of proposal;
-    q: float32 [k, V] (V = the target's vocabulary), the law each token was really drawn from, or None for no claim (of
-    siblings drawn without replacement: the law without the earlier ones, renormalised; all zero = not drawn, the node
-    only fills its place);
-    length: a 0-d int64 tensor where only the device knows how many of `tokens` a chain proposes;
-    drafter: the strategy's name.
+    tokens [k]: ids, a list or an int64 tensor on any device (there a node of a tree can be `trees.MISSING`: its
+        parent's distribution had no token for it, and it counts for nothing)
+    parents [k]: None for a chain; for a tree the node that each node follows (-1: the row's newest token), parents
+        before children and siblings in order of proposal; a list, or an int64 tensor with `levels` and `siblings`
+    q [k, V]: float32 over the target's vocabulary, the distribution each token was really sampled from, or None: no
+        claim (of siblings sampled without replacement: the distribution without the earlier ones, renormalised; all
+        zero = not sampled, the node only fills its place)
+    drafter: the strategy's name
+    length: a 0-d int64 tensor where only the device knows how many of `tokens` a chain proposes
+    levels, siblings: of a tree whose parents are on the device: no more levels, no more children of a node
     """
 
     tokens: Sequence[int] | Tensor = ()
-    parents: Sequence[int] | None = None
+    parents: Sequence[int] | Tensor | None = None
     q: Tensor | None = None
     drafter: str = ""
     length: Tensor | None = None
+    levels: int = 0
+    siblings: int = 0
 
     def __len__(self) -> int:
         # A tensor's own len() is slow enough to be seen in rounds of many rows.
         return self.tokens.shape[0] if isinstance(self.tokens, Tensor) else len(self.tokens)
 
     def truncated(self, n_max: int) -> Draft:
-        """The first `n_max` tokens; of a tree, the nodes before the first that is deeper than `n_max`."""
+        """The first `n_max` tokens; of a tree, the nodes before the first that is deeper than `n_max` (of one on the
+        device, no level below `n_max` will be accepted)."""
+        if isinstance(self.parents, Tensor):
+            return replace(self, levels=min(self.levels, n_max))
         if self.parents is not None:
-            deeper = np.flatnonzero(shape_of(tuple(self.parents)).depths > n_max)
-            return self.first(int(deeper[0]) - 1) if len(deeper) else self
+            deeper = [node for node, depth in enumerate(depths_of(self.parents)) if depth > n_max]
+            return self.first(deeper[0]) if deeper else self
         return self.first(n_max)
 
     def first(self, n: int) -> Draft:
-        """The first `n` tokens or nodes. The cut is one of places, never of what was drawn there."""
+        """The first `n` tokens or nodes. The cut is one of places, never of what was sampled there."""
         if len(self) <= n:
             return self
         length = None if self.length is None else self.length.clamp(max=n)
         q = None if self.q is None else self.q[:n]
         parents = None if self.parents is None else self.parents[:n]
-        return Draft(self.tokens[:n], parents, q, self.drafter, length)
+        return replace(self, tokens=self.tokens[:n], parents=parents, q=q, length=length)
 
     def rest(self, start: int, actual: int) -> Draft:
         """What is left of a chain after `start` of `actual` proposed tokens have been accepted."""
@@ -142,10 +148,19 @@ class Draft:
 
 @dataclass
 class DraftContext:
-    """What a call offers its drafters: batch = number of slots, capacity = most tokens a row can reach, previous =
-    the drafters of the call before by their labels, under `keep_state` (else empty), nodes = most nodes of a tree that
-    are verified, separate = what a drafter knows of a row ends with it, so that a row's drafts (and under leviathan its
-    text) do not depend on who had its slot before; off, a slot's rows follow one another as in llama.cpp."""
+    """What a call offers its drafters.
+
+    batch: slots of the call
+    capacity: most tokens a row can reach
+    vocab_size: the target's
+    draft_runner, tokenizer, draft_tokenizer: of the decoder, None where it has none
+    reader: how values come back from the device
+    previous: drafters of the call before by their labels, under `keep_state` (else empty)
+    nodes: most nodes of a tree that are verified
+    separate: what a drafter knows of a row ends with it, so that a row's drafts (and under leviathan its text) do not
+        depend on who had its slot before; off, a slot's rows follow one another as in llama.cpp
+    target: the target's runner, for drafters that read its states, embeddings or head
+    """
 
     batch: int
     capacity: int
@@ -157,65 +172,158 @@ class DraftContext:
     previous: Mapping[str, Any] = field(default_factory=dict)
     nodes: int = 15
     separate: bool = False
+    target: Runner | None = None
 
+    @property
+    def embedding(self) -> Any:
+        """The target's input embeddings, a module: ids [...] -> [..., H]."""
+        assert self.target is not None
+        return self.target.view.model.get_input_embeddings()
 
-@runtime_checkable
-class Drafter(Protocol):
-    """What the chain calls. Optional: `fresh(context)` returns the object to use for one call (so that calls never
-    share state), `close()` ends that call, `observe(output)` receives every target pass, prompt chunks included, with
-    hidden states (`specdec.models.runner.PassOutput`). A drafter whose drafts can be trees has `makes_trees = True`,
-    and may have `accept_path(row, nodes)`, called before `accept` with the nodes of its tree that stood."""
-
-    name: str
-
-    def begin(self, row: int, prompt: Tokens) -> None:
-        """A row starts or continues from `prompt` (without its newest token). What a drafter keeps beyond this makes
-        rows depend on each other."""
-
-    def draft(self, requests: Sequence[DraftRequest]) -> Sequence[Draft]:
-        """One draft per request, in order; an empty one where there is nothing to propose."""
-
-    def accept(self, row: int, n_accepted: int, is_other: bool) -> None:
-        """The row's round ended: `n_accepted` tokens of the draft stood; `is_other`: another strategy made it."""
+    @property
+    def head(self) -> Any:
+        """The target's output head, a module: states after the final norm [..., H] -> logits [..., V]."""
+        assert self.target is not None
+        return self.target.view.model.get_output_embeddings()
 
 
 @dataclass
-class BaseDrafter:
-    """Defaults for drafters of this package: parameters are dataclass fields, state is made by `fresh`."""
+class Drafter:
+    """Base of everything that proposes tokens, with a default for all but `draft`.
+
+    A drafter of one's own needs a `name` and `draft`; parameters are dataclass fields, and what a call learns belongs
+    to the copy that `fresh` makes, so that calls never share state. The properties say how the engine must treat a
+    strategy; a class attribute in their place will do. Objects that are no subclass serve as well, if they have name,
+    begin, draft and accept (`as_drafter`).
+    """
 
     name: str = field(init=False, default="")
 
+    # -- what every strategy has -----------------------------------------------------------------------------------
+
+    def draft(self, requests: Sequence[DraftRequest]) -> Sequence[Draft]:
+        """Propose one draft per request, in order; an empty one where there is nothing to propose."""
+        raise NotImplementedError(f"strategy {self.name!r} has no draft(requests)")
+
+    def begin(self, row: int, prompt: Tokens) -> None:
+        """A row starts, or continues, from `prompt` (without its newest token). What a drafter keeps beyond this makes
+        rows depend on each other."""
+
+    def accept(self, row: int, n_accepted: int, is_other: bool) -> None:
+        """The row's round ended: `n_accepted` tokens of the draft were accepted; `is_other`: another strategy's."""
+
+    # -- how the engine must treat it --------------------------------------------------------------------------------
+
+    @property
+    def makes_trees(self) -> bool:
+        """Drafts can be trees."""
+        return False
+
+    @property
+    def tree_nodes(self) -> int:
+        """Most nodes of its trees, where that is more than a verify pass usually takes; 0: it is not."""
+        return 0
+
+    @property
+    def observed_layers(self) -> tuple[int, ...] | None:
+        """Hidden states it must see of every target pass, prompts included (0 = the embedding's output, i = after block
+        i): None = none, () = all. They arrive by `observe`."""
+        return None
+
+    @property
+    def uses_draft_model(self) -> bool:
+        """It drafts with the decoder's draft model."""
+        return False
+
+    @property
+    def runs_a_model(self) -> bool:
+        """Drafting costs passes of some model; otherwise it costs the host next to nothing, and has no q."""
+        return True
+
+    @property
+    def automatic(self) -> bool:
+        """The user left the draft length open, so that the call chooses it."""
+        return False
+
+    @property
+    def can_pipeline(self) -> bool:
+        """The next draft can start before the host has read the verdict (`pipeline`)."""
+        return False
+
+    @property
+    def shares_state(self) -> bool:
+        """Rows draft from what other rows left, so that under leviathan a row's text depends on them."""
+        return False
+
+    # -- what some have ----------------------------------------------------------------------------------------------
+
+    def accept_path(self, row: int, nodes: Sequence[int]) -> None:
+        """Of a tree: the accepted nodes, from the first level on. Called before `accept`."""
+
+    def observe(self, output: PassOutput) -> None:
+        """See a target pass, if the strategy has `observed_layers`."""
+
+    def pipeline(self, requests: Sequence[DraftRequest], accepted: Tensor, token: Tensor) -> bool:
+        """Start the drafts that follow those being verified, by the verdict on the device: accepted [B], token [B].
+        Returns whether anything was started."""
+        return False
+
     def fresh(self, context: DraftContext) -> Any:
-        """A drafter with these parameters and no state."""
+        """A drafter with these parameters and no state, for one call."""
         return copy.copy(self)
+
+    def close(self) -> None:
+        """End the call."""
+
+    def parameters(self) -> dict[str, Any]:
+        """The configured parameters, for provenance."""
+        return {k: v for k, v in vars(self).items() if not k.startswith("_") and k != "name"}
 
     def inherited(self, context: DraftContext) -> Any:
         """The drafter of the call before whose state this one may go on with: same strategy, same parameters."""
         alike = (d for d in context.previous.values() if type(d) is type(self))
         return next((d for d in alike if d.parameters() == self.parameters()), None)
 
-    @property
-    def shares_state(self) -> bool:
-        """Whether rows draft from what other rows left, so that under leviathan a row's text depends on them."""
-        return bool(getattr(self, "shared", False))
 
-    def begin(self, row: int, prompt: Tokens) -> None:
-        return None
+BaseDrafter = Drafter  # its name until version 0.1
 
-    def accept(self, row: int, n_accepted: int, is_other: bool) -> None:
-        return None
 
-    def close(self) -> None:
-        return None
+PROTOCOL = ("name", "begin", "draft", "accept")
 
-    def parameters(self) -> dict[str, Any]:
-        """The configured parameters, for provenance."""
-        return {k: v for k, v in vars(self).items() if not k.startswith("_") and k != "name"}
+
+def is_drafter(made: Any) -> bool:
+    """Whether an object has the drafter protocol."""
+    return isinstance(made, Drafter) or all(hasattr(made, name) for name in PROTOCOL)
+
+
+def as_drafter(made: Any) -> Any:
+    """An object with the drafter protocol as a `Drafter`: it gets the defaults for all that it lacks."""
+    if isinstance(made, Drafter):
+        return made
+    known = {name: getattr(made, name) for name in dir(Drafter) if name[0] != "_" and hasattr(made, name)}
+    if "observe" in known:
+        known.setdefault("observed_layers", ())
+    if "fresh" in known:
+        known["fresh"] = lambda context: as_drafter(made.fresh(context))
+    else:
+        known["fresh"] = lambda context: adapted
+    methods = {name: staticmethod(value) if callable(value) else value for name, value in known.items()}
+    adapted = type(type(made).__name__, (Drafter,), {"name": made.name, **methods})()
+    adapted.name = made.name
+    return adapted
 
 
 @dataclass
-class RowDrafter(BaseDrafter):
-    """Drafters that read nothing but ids and serve each row on its own, without a claim about q."""
+class RowDrafter(Drafter):
+    """Drafters that read nothing but ids and serve each row on its own, without a q."""
+
+    @property
+    def runs_a_model(self) -> bool:
+        return False
+
+    @property
+    def shares_state(self) -> bool:
+        return bool(getattr(self, "shared", False))
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         return [Draft(self._propose(r), drafter=self.name) for r in requests]

@@ -13,14 +13,15 @@ from specdec.models.trees import TreePass
 
 class PassKey(NamedTuple):
     """What is fixed in a pass: `batch` rows from `first_row` on, `width` columns, the K/V length that is read, how many
-    columns of logits (0 = all), whether hidden states are returned, and the slots of a tree's region (0 = no tree)."""
+    columns of logits (0 = all), which hidden states are returned (None = none, empty = all), and the slots of a tree's
+    region (0 = no tree)."""
 
     batch: int
     first_row: int
     width: int
     kv_len: int
     keep: int = 0
-    hidden: bool = False
+    observed: tuple[int, ...] | None = None
     region: int = 0
 
     @property
@@ -46,7 +47,7 @@ class PassInputs(Buffers):
 
 @dataclass(frozen=True)
 class PassResult(Buffers):
-    """logits [B, S', V]; hidden: every layer's states [B, S, H], or None."""
+    """logits [B, S', V]; hidden: states [B, S, H] of the observed layers, or None."""
 
     logits: Tensor
     hidden: tuple[Tensor, ...] | None = None

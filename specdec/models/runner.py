@@ -47,6 +47,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 # pass of 8 costs what a pass of 1 costs, and few shapes mean few graphs.
 CPU_WIDTHS = (*range(1, 18), 24, 32, 48, 64, 128, 256, 512)
 CUDA_WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512)
+CPU_VERIFY, CUDA_VERIFY = 17, 16  # most tokens of a row in a verify pass, unless a drafter asks for more
 EXACT_WIDTH = 8
 EXACT_PREFILL = (64, 128, 192, 256, 384, 512)
 # From about a thousand tokens on a GPU's time is arithmetic: more tokens a pass would take memory and win nothing.
@@ -73,13 +74,17 @@ class Shapes:
     together: int = 0
 
     @staticmethod
-    def choose(device: torch.device, exact: bool, capacity: int) -> Shapes:
+    def choose(device: torch.device, exact: bool, capacity: int, columns: int = 0) -> Shapes:
+        """The shapes of a call; columns: tokens a row that its verify passes should have room for, if more than usual
+        (a tree cannot be verified in chunks). In exact mode all passes have one width."""
         together = 0 if device.type == "cpu" else TOGETHER
         if exact:
             return Shapes((EXACT_WIDTH, *EXACT_PREFILL), EXACT_WIDTH, 1, kv_fixed=capacity, together=together)
+        widths, usual = (CPU_WIDTHS, CPU_VERIFY) if device.type == "cpu" else (CUDA_WIDTHS, CUDA_VERIFY)
+        verify = max(usual, next((w for w in widths if w >= columns), widths[-1]))
         if device.type == "cpu":
-            return Shapes(CPU_WIDTHS, 17, 32)
-        return Shapes(CUDA_WIDTHS, 16, 256, 4, together=together)
+            return Shapes(widths, verify, 32)
+        return Shapes(widths, verify, 256, 4, together=together)
 
     @property
     def exact(self) -> bool:
@@ -100,9 +105,11 @@ class Shapes:
 class PassOutput:
     """What a pass gives, and what drafters that learn from the target see (`observe`).
 
-    logits [B', S', V] in the model's dtype; tokens [B', S] as fed; row b of them is slot `first_row + b`, fed at the
-    positions `starts[b]...`, `counts[b]` of them real; hidden: every layer's hidden states [B', S, H], the embedding's
-    first, if they were asked for; tree: where the tokens really stand when rows of the pass hold trees.
+    logits [B', S', V], in the model's dtype
+    tokens [B', S], as fed: row b is slot `first_row + b`, at the positions `starts[b]...`, `counts[b]` of them real
+    hidden: hidden states [B', S, H] of the observed `layers`, or None where nothing observes
+    layers: their indices, 0 = the embedding's output, i = after block i; empty = all of them
+    tree: where the tokens really are when rows of the pass hold trees
     """
 
     logits: Tensor
@@ -112,6 +119,13 @@ class PassOutput:
     first_row: int = 0
     hidden: tuple[Tensor, ...] | None = None
     tree: TreePass | None = None
+    layers: tuple[int, ...] = ()
+
+    def states(self, layers: Sequence[int]) -> Tensor:
+        """Hidden states of these layers side by side, [B', S, H * layers]."""
+        assert self.hidden is not None, "nothing observes this pass"
+        places = [self.layers.index(i) for i in layers] if self.layers else layers
+        return torch.cat([self.hidden[i] for i in places], dim=-1)
 
 
 @dataclass
@@ -192,32 +206,28 @@ class Runner:
         counts: Sequence[int],
         rows: slice | None = None,
         keep: int = 0,
-        hidden: bool = False,
+        observed: tuple[int, ...] | None = None,
         tree: TreePass | None = None,
     ) -> PassOutput:
         """One pass. tokens [B, S] on the model's device, S an allowed width; row b feeds `counts[b]` of them at the
         positions `starts[b], starts[b] + 1, ...` (0 = the row takes no part), or where `tree` puts them. `rows` names
         the cache rows that the batch stands for (default all); `keep` > 0 computes logits of the last `keep` columns
-        only.
+        only; `observed`: hidden states to return as well, None = none, empty = all.
         """
-        reach = max(s + (c if tree is None else tree.region) for s, c in zip(starts, counts, strict=True))
-        key, tree = self.key(cache, shapes, tokens.shape[1], reach, tree, keep, hidden)
+        region = 0 if tree is None else tree.region
+        reach = max(s + max(c, region) for s, c in zip(starts, counts, strict=True))
+        key = self.key(cache, shapes, tokens.shape[1], reach, region)._replace(keep=keep, observed=observed)
         inputs = PassInputs(tokens, to_device([list(starts), list(counts)], self.device), tree)
         if rows is not None:
             key = key._replace(batch=len(tokens), first_row=rows.start)
         result = self.forward(cache, key, inputs)
-        return PassOutput(result.logits, tokens, starts, counts, key.first_row, result.hidden, tree)
+        return PassOutput(
+            result.logits, tokens, starts, counts, key.first_row, result.hidden, tree, key.observed or ()
+        )
 
-    def key(
-        self, cache: RaggedCache, shapes: Shapes, width: int, reach: int, tree: TreePass | None = None, keep: int = 0,
-        hidden: bool = False,
-    ) -> tuple[PassKey, TreePass | None]:  # fmt: skip
-        """The key of a pass over all rows that reads no slot from `reach` on, and its tree as that key has it."""
-        region = 0
-        if tree is not None:
-            region = shapes.width(tree.region) if cache.graphs is not None else tree.region
-            tree = tree.widened(region)
-        return PassKey(cache.batch, 0, width, shapes.kv_len(reach, cache.capacity), keep, hidden, region), tree
+    def key(self, cache: RaggedCache, shapes: Shapes, width: int, reach: int, region: int = 0) -> PassKey:
+        """The key of a pass over all rows that reads no slot from `reach` on; region: slots of a row's tree."""
+        return PassKey(cache.batch, 0, width, shapes.kv_len(reach, cache.capacity), region=region)
 
     def forward(self, cache: RaggedCache, key: PassKey, inputs: PassInputs) -> PassResult:
         """A pass, replayed where it can be."""
@@ -247,7 +257,7 @@ class Runner:
         }
         if key.keep and self.can_trim_logits:
             arguments["logits_to_keep"] = key.keep
-        if key.hidden:
+        if key.observed is not None:
             arguments["output_hidden_states"] = True
         attention = None
         if self.own_attention:
@@ -259,7 +269,10 @@ class Runner:
             if forward is not None and not cache.nbytes:
                 self.view.model(**arguments)  # allocates: compiled code that did would be another program than the next
             out = (forward or self.view.model)(**arguments)
-        return PassResult(out.logits, out.hidden_states if key.hidden else None)
+        if key.observed is None:
+            return PassResult(out.logits)
+        states = out.hidden_states
+        return PassResult(out.logits, tuple(states[i] for i in key.observed) if key.observed else states)
 
     def prepare(
         self, inputs: PassInputs, width: int, kv_len: int, capacity: int
@@ -358,12 +371,14 @@ class Runner:
         tokens: Mapping[int, Sequence[int]],
         starts: Mapping[int, int],
         seen: Callable[[PassOutput], None] | None = None,
+        observed: tuple[int, ...] | None = None,
     ) -> None:
         """Write `tokens[row]` of every row at the positions `starts[row]...`, in chunks of the widest allowed width.
 
         Rows that lie side by side are fed together as far as `shapes` says, else each alone (batch 1), and then its
         cache does not depend on its neighbours. One column of logits a row and chunk is computed because models always
-        compute some; it is not used. `seen` is called with every chunk's output, hidden states included.
+        compute some; it is not used. `seen` is called with every chunk's output, the `observed` hidden states
+        included.
         """
         widest = shapes.widths[-1]
         for rows in _side_by_side({row: len(ids) for row, ids in tokens.items()}, shapes):
@@ -376,7 +391,7 @@ class Runner:
                 padded = to_device([chunk + [0] * (width - len(chunk)) for chunk in chunks], self.device)
                 at = [starts[row] + offset if n else 0 for row, n in zip(rows, counts, strict=True)]
                 side = slice(rows.start, rows.stop)
-                out = self.step(cache, shapes, padded, at, counts, side, 1, seen is not None)
+                out = self.step(cache, shapes, padded, at, counts, side, 1, observed)
                 if seen is not None:
                     seen(out)
 

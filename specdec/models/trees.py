@@ -1,4 +1,4 @@
-"""Tree drafts as tables: who descends from whom, in the forms that a pass, its mask and acceptance need.
+"""Tree drafts: who descends from whom, in the forms that a pass, its mask and acceptance need.
 
 A draft's `parents` name the node that each node follows, -1 = the newest token. A pass feeds [newest, node 0, node 1,
 ...]: *column* 0 is the newest token and column i + 1 is node i. Parents come before their children, so the first n
@@ -8,14 +8,14 @@ Node i of a tree lies in cache slot `start + 1 + i` and at position `start + dep
 position there, so masks are made from `TreePass` and not from ages alone. A chain is the tree in which every node
 follows the one before it; rows with chains and rows with trees share a pass.
 
-Tables are made on the host, once a shape (they are cached), and travel to the device with the pass.
+The device needs the parents and nothing else: depths and ancestors are computed there, from tensors alone, so that a
+drafter may leave the shape of its tree on the device and passes with trees are recorded like others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from numbers import Integral
 
 import numpy as np
@@ -23,13 +23,14 @@ import torch
 from torch import Tensor
 
 from specdec.device.buffers import Buffers
-from specdec.device.transfer import array_on
 from specdec.errors import SpecdecError
 
 Parents = tuple[int, ...]
-# In place of a token: a node that its parent's law had no token for; what is below it is missing as well.
+# In place of a token: a node that its parent's distribution had no token for; what is below it is missing as well.
 MISSING = -(1 << 40)
-Columns = range | tuple[int, ...]
+
+
+# -- on the host -------------------------------------------------------------------------------------------------------
 
 
 def check_parents(parents: Sequence[int], nodes: int, strategy: str) -> None:
@@ -48,61 +49,102 @@ def chain_parents(nodes: int) -> Parents:
     return tuple(range(-1, nodes - 1))
 
 
-@dataclass(frozen=True)
-class Shape:
-    """One tree of n nodes over its n + 1 columns; all arrays are read-only.
+def depths_of(parents: Sequence[int]) -> list[int]:
+    """The level of each node, 1 = a child of the newest token."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    return depths
 
-    depths [n + 1] (the newest token: 0); ancestors [n + 1, n + 1]: whether column j is column i or above it;
-    children [n + 1, C]: the columns of a column's children in order of proposal, 0 = none; tested_at [n]: the column
-    whose law tests node i, which is its parent's.
+
+def most_children(parents: Sequence[int]) -> int:
+    """Most children that a node, or the newest token, has."""
+    return int(np.bincount(np.asarray(parents, dtype=np.int64) + 1).max()) if len(parents) else 0
+
+
+def path_to(parents: Sequence[int], node: int) -> list[int]:
+    """The nodes from the first level down to `node`, which is included."""
+    path: list[int] = []
+    while node >= 0:
+        path.append(node)
+        node = parents[node]
+    return path[::-1]
+
+
+def moves(row: int, columns: Sequence[int], start: int) -> list[tuple[int, int, int]]:
+    """(row, from slot, to slot) for each column of an accepted path that is not where a chain would have it. `start`:
+    slot of column 0; columns: without column 0."""
+    return [(row, start + column, start + 1 + i) for i, column in enumerate(columns) if column != i + 1]
+
+
+# -- on the device -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tree(Buffers):
+    """The drafts of B rows as trees of S columns. Node s is tested at its parent's column and fed at column s + 1; the
+    last token of a chain that fills its pass is tested and not fed.
+
+    tested_at [B, S]: the column whose distribution tests node s
+    rank [B, S]: how many siblings of node s were proposed before it
+    depths [B, S]: steps from the newest token to each column
+    lineage [B, S, S]: True where column j is column i, or an ancestor of it
+    levels: no row's tree has more
+    siblings: no column has more children
+    limits [B]: levels that a row may accept, or None
     """
 
-    depths: np.ndarray
-    ancestors: np.ndarray
-    children: np.ndarray
-    tested_at: np.ndarray
+    tested_at: Tensor
+    rank: Tensor
+    depths: Tensor
+    lineage: Tensor
+    levels: int
+    siblings: int
+    limits: Tensor | None = None
 
-    @property
-    def levels(self) -> int:
-        return int(self.depths.max())
+    @staticmethod
+    def of(parents: Tensor, levels: int, siblings: int, limits: Tensor | None = None) -> Tree:
+        """The tables of parents int64 [B, S], -1 in padding. Computes from tensors alone."""
+        batch, width = parents.shape
+        at = (parents + 1).clamp(0, width - 1)
+        columns = torch.arange(width, device=parents.device)
+        same = at[:, :, None] == at[:, None, :]
+        rank = (same & (columns < columns[:, None])).sum(dim=-1)
+        # The lineage is the closure of "is, or is a child of"; each product doubles how far up it reaches.
+        link = torch.zeros((batch, width, width), dtype=torch.float32, device=parents.device)
+        link[:, 1:] = torch.nn.functional.one_hot(at[:, :-1], width)
+        reach = link + torch.eye(width, device=parents.device)
+        for _ in range(max(0, min(levels, width) - 1).bit_length()):
+            reach = (reach @ reach).clamp(max=1.0)
+        lineage = reach > 0
+        return Tree(at, rank, lineage.sum(dim=-1) - 1, lineage, levels, siblings, limits)
 
-    def path(self, column: int) -> list[int]:
-        """The columns from the newest token to `column`, both included."""
-        return np.flatnonzero(self.ancestors[column]).tolist()
-
-    def is_leaf(self, column: int) -> bool:
-        return not self.children[column].any()
-
-    def nodes(self, levels: int) -> list[int]:
-        """The nodes of the first `levels` levels, in order."""
-        return np.flatnonzero(self.depths[1:] <= levels).tolist()
+    @staticmethod
+    def of_rows(rows: Sequence[Sequence[int]], width: int, device: torch.device) -> Tree:
+        """The tables of parents as lists, padded to `width` columns."""
+        table = parent_table(rows, width)
+        levels = max((max(depths_of(row), default=0) for row in rows), default=0)
+        siblings = max(map(most_children, rows), default=0)
+        return Tree.of(torch.from_numpy(table).to(device), levels, max(1, siblings))
 
 
-@lru_cache(maxsize=1024)
-def shape_of(parents: Parents) -> Shape:
-    """The tables of one tree."""
-    columns = len(parents) + 1
-    depths = np.zeros(columns, dtype=np.int64)
-    ancestors = np.eye(columns, dtype=bool)
-    below: list[list[int]] = [[] for _ in range(columns)]
-    for node, parent in enumerate(parents):
-        column = node + 1
-        depths[column] = depths[parent + 1] + 1
-        ancestors[column] |= ancestors[parent + 1]
-        below[parent + 1].append(column)
-    children = np.zeros((columns, max(1, *map(len, below))), dtype=np.int64)
-    for column, found in enumerate(below):
-        children[column, : len(found)] = found
-    return Shape(depths, ancestors, children, np.asarray(parents, dtype=np.int64) + 1)
+def parent_table(rows: Sequence[Sequence[int]], width: int) -> np.ndarray:
+    """Parents as int64 [B, width], -1 in padding."""
+    table = np.full((len(rows), width), -1, dtype=np.int64)
+    for b, parents in enumerate(rows):
+        n = min(len(parents), width)
+        table[b, :n] = parents[:n]
+    return table
 
 
 @dataclass(frozen=True)
 class TreePass(Buffers):
-    """Where the tokens of one pass stand in their rows' trees, on the device.
+    """Where the tokens of one pass are in their rows' trees.
 
-    starts [B]: slot and position of each row's newest token, where its *region* of R slots begins; offsets [B, S]:
-    slot of each fed token, counted from there; depths [B, R]: depth of the token that each slot of the region holds;
-    sees [B, S, R]: which slots of the region a fed token attends to, none for padding.
+    starts [B]: slot and position of each row's newest token, where its *region* of R slots begins
+    offsets [B, S]: slot of each fed token, counted from there
+    depths [B, R]: depth of the token that each slot of the region holds
+    sees [B, S, R]: slots of the region that a fed token attends to, none for padding
     """
 
     starts: Tensor
@@ -112,15 +154,19 @@ class TreePass(Buffers):
 
     @property
     def region(self) -> int:
+        """Slots of a row's tree, R."""
         return self.depths.shape[1]
 
-    def widened(self, region: int) -> TreePass:
-        """The same pass with regions of `region` >= R slots; the further ones hold nothing that is seen."""
-        more = region - self.region
-        if more == 0:
-            return self
-        pad = torch.nn.functional.pad
-        return TreePass(self.starts, self.offsets, pad(self.depths, (0, more)), pad(self.sees, (0, more)))
+    @staticmethod
+    def of(tree: Tree, starts: Tensor, counts: Tensor, columns: Tensor | None = None) -> TreePass:
+        """The pass that feeds the columns [B, S] of each row's tree, `counts` [B] of them real; None: the first ones."""
+        width = tree.lineage.shape[1]
+        if columns is None:
+            columns, sees = torch.arange(width, device=starts.device).expand(len(starts), -1), tree.lineage
+        else:
+            sees = tree.lineage.gather(1, columns[..., None].expand(-1, -1, width))
+        real = torch.arange(columns.shape[1], device=starts.device) < counts[:, None]
+        return TreePass(starts, columns, tree.depths, sees & real[..., None])
 
     def look(self, positions: Tensor, kv_len: int, groups: int) -> tuple[Tensor, Tensor]:
         """(age, seen), each [B, G * S, kv_len]: how many positions a query is ahead of a slot, and whether it may
@@ -135,75 +181,3 @@ class TreePass(Buffers):
         seen = torch.where(self.sees.any(dim=-1, keepdim=True), seen, slots == 0)
         age = positions[:, :, None] - held[:, None]
         return age.repeat(1, groups, 1), seen.repeat(1, groups, 1)
-
-
-def tree_pass(
-    shapes: Sequence[Shape], fed: Sequence[Columns], width: int, starts: Sequence[int], device: torch.device
-) -> TreePass:
-    """The pass that feeds the ascending columns `fed[b]` of row b's tree, padded to `width` tokens."""
-    region = max((columns[-1] + 1 for columns in fed if len(columns)), default=1)
-    kinds = {key: i for i, key in enumerate(dict.fromkeys(zip(map(id, shapes), fed, strict=True)))}
-    of_row = [kinds[key] for key in zip(map(id, shapes), fed, strict=True)]
-    offsets = np.zeros((len(kinds), width), dtype=np.int64)
-    depths = np.zeros((len(kinds), region), dtype=np.int64)
-    sees = np.zeros((len(kinds), width, region), dtype=bool)
-    for kind, shape, columns in zip(of_row, shapes, fed, strict=True):
-        held = min(len(shape.depths), region)
-        offsets[kind, : len(columns)] = columns
-        depths[kind, :held] = shape.depths[:held]
-        sees[kind, : len(columns), :held] = shape.ancestors[list(columns), :held]
-    return TreePass(
-        array_on(np.asarray(starts, dtype=np.int64), device),
-        array_on(offsets[of_row], device),
-        array_on(depths[of_row], device),
-        array_on(sees[of_row], device),
-    )
-
-
-def siblings(shapes: Sequence[Shape]) -> int:
-    """Most children that a column of any tree has."""
-    return max(shape.children.shape[1] for shape in shapes)
-
-
-@dataclass(frozen=True)
-class TreeLayout(Buffers):
-    """What acceptance knows of the rows' trees, on the device: S columns a row, as fed.
-
-    depths [B, S]; children [B, S, C]: columns of a column's children in order of proposal, 0 = none (column S, one past
-    the end, is the last token of a chain that fills its pass: tested, not fed); tested_at [B, S]: the column whose law
-    tests node s; levels: the greatest depth of any row.
-    """
-
-    depths: Tensor
-    children: Tensor
-    tested_at: Tensor
-    levels: int
-
-    @staticmethod
-    def of(shapes: Sequence[Shape], width: int, device: torch.device, most: int = 0) -> TreeLayout:
-        """The layout of a pass of `width` columns with room for `most` children of a column, or as many as there are; a
-        row without a draft has the tree of no nodes."""
-        kinds = {key: i for i, key in enumerate(dict.fromkeys(map(id, shapes)))}
-        of_row = [kinds[id(shape)] for shape in shapes]
-        most = max(most, siblings(shapes))
-        depths = np.zeros((len(kinds), width), dtype=np.int64)
-        children = np.zeros((len(kinds), width, most), dtype=np.int64)
-        tested_at = np.zeros((len(kinds), width), dtype=np.int64)
-        for kind, shape in zip(of_row, shapes, strict=True):
-            fed, nodes = min(len(shape.depths), width), min(len(shape.tested_at), width)
-            depths[kind, :fed] = shape.depths[:fed]
-            children[kind, :fed, : shape.children.shape[1]] = shape.children[:fed]
-            tested_at[kind, :nodes] = shape.tested_at[:nodes]
-        levels = max(shape.levels for shape in shapes)
-        return TreeLayout(
-            array_on(depths[of_row], device),
-            array_on(children[of_row], device),
-            array_on(tested_at[of_row], device),
-            levels,
-        )
-
-
-def moves(row: int, columns: Sequence[int], start: int) -> list[tuple[int, int, int]]:
-    """(row, from slot, to slot) for each column of an accepted path that is not where a chain would have it. `start`:
-    slot of column 0; columns: without column 0."""
-    return [(row, start + column, start + 1 + i) for i, column in enumerate(columns) if column != i + 1]
