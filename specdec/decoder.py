@@ -244,5 +244,5 @@ class SpeculativeDecoder:
 
 def check_draft(drafters: Sequence[Any], draft: Any) -> None:
     """Raise SpecdecError for a chain that needs a draft model where there is none."""
-    if draft is None and any(d.name == "draft-model" for d in drafters):
+    if draft is None and any(d.uses_draft_model for d in drafters):
         raise SpecdecError("strategy 'draft-model' needs a draft model: pass draft=... when the decoder is built")

@@ -151,12 +151,20 @@ class Tally:
 
 @dataclass
 class Times:
-    """Seconds of one call: prompt prefill, drafting, verify passes with acceptance, and everything else."""
+    """Seconds of one call.
+
+    prefill: the target's passes over prompts
+    draft: drafting
+    verify: verify passes with acceptance
+    total: the whole call
+    draft_prefill: what of `draft` a draft model spent on texts that it had not read, prompts above all
+    """
 
     prefill: float = 0.0
     draft: float = 0.0
     verify: float = 0.0
     total: float = 0.0
+    draft_prefill: float = 0.0
 
     def to_dict(self) -> dict[str, float]:
         other = max(0.0, self.total - self.prefill - self.draft - self.verify)
@@ -172,6 +180,7 @@ class Stats:
     counters: dict[str, Counters] = field(default_factory=dict)
     verify_passes: int = 0
     host_reads: int = 0
+    draft_passes: int = 0  # of models that draft, without their prefill
     times: Times = field(default_factory=Times)
 
     @property
@@ -218,6 +227,7 @@ class Stats:
             "emitted_tokens": self.emitted_tokens,
             "verify_passes": self.verify_passes,
             "host_reads": self.host_reads,
+            "draft_passes": self.draft_passes,
             "rows": [{**tally.to_dict(), "emitted_tokens": n} for tally, n in zip(tallies, self.emitted, strict=True)],
             "strategies": {
                 name: {**by_strategy[name].to_dict(), **asdict(counters)} for name, counters in self.counters.items()

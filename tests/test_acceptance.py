@@ -175,7 +175,7 @@ def make_block(
         final=torch.tensor(final), totals=torch.tensor(lengths), sampling=Sampling(0.0 if greedy else 1.0),
         keys=torch.tensor(rng.integers(-(2**63), 2**63 - 1, B)), positions=torch.tensor(rng.integers(0, 5000, B)),
         q=None if claim == "none" else torch.tensor(q, dtype=torch.float32),
-        has_q=None if claim == "none" else torch.tensor(has_q), all_claim=claim == "all-known",
+        has_q=None if claim == "none" else torch.tensor(has_q), all_have_q=claim == "all-known",
     )  # fmt: skip
 
 
@@ -196,7 +196,7 @@ def test_leviathan_decides_as_the_rule_reads(seed: int, shape: Any, claim: str, 
 def test_match_decides_as_the_rule_reads_and_ignores_q(seed: int, shape: Any, claim: str, greedy: bool) -> None:
     block = make_block(seed, shape, claim, greedy)
     verdict = check(block, MATCH)
-    without = judge(replace(block, q=None, has_q=None, all_claim=False), MATCH)
+    without = judge(replace(block, q=None, has_q=None, all_have_q=False), MATCH)
     assert torch.equal(verdict.accepted, without.accepted)
     assert torch.equal(verdict.token, without.token)
 

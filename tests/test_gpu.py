@@ -211,9 +211,9 @@ def test_a_pass_that_cannot_be_recorded_leaves_a_working_decoder() -> None:
 def test_where_a_rule_waits_for_the_device_passes_are_recorded_without_it() -> None:
     def stands(block: Block) -> torch.Tensor:
         assert block.draft.max().item() >= 0
-        return MATCH.stands(block)
+        return MATCH.accepts(block)
 
-    rule = AcceptanceRule("waiting", "argmax", stands, MATCH.follow, recordable=True)
+    rule = AcceptanceRule("waiting", "argmax", stands, MATCH.next_token, recordable=True)
     model = tiny_model("llama").to("cuda", torch.bfloat16)
     dec = specdec.SpeculativeDecoder(model, check=False, compile="graph")
     call = {"strategies": ["prompt-lookup"], "acceptance": rule, "ignore_eos": True}

@@ -16,7 +16,6 @@ from specdec.device.graphs import check_compile
 from specdec.errors import SpecdecError
 from specdec.models.kv_cache import rounded_up
 from specdec.models.runner import Runner
-from specdec.research.bench.contenders.own import DraftPasses
 from tests.helpers.recording import Frozen, OnlyPasses, Refusing, Rerun, replayed
 from tests.helpers.tiny import tiny_model
 
@@ -74,9 +73,8 @@ def test_passes_of_replayed_programs_are_counted_as_those_of_others() -> None:
     counted = []
     for dec in (decoder(), decoder(Rerun)):
         dec.generate(PROMPTS, 12)
-        with DraftPasses(dec.draft) as watched:
-            out = dec.generate(PROMPTS, 12, strategies=[specdec.DraftModel(n_max=3)])
-        counted.append(watched.count)
+        out = dec.generate(PROMPTS, 12, strategies=[specdec.DraftModel(n_max=3)])
+        counted.append(out.stats.draft_passes)
     calls = out.stats.counters["draft-model"].n_call_draft
     assert calls < counted[0] <= counted[1] <= 3 * calls
 
@@ -114,13 +112,13 @@ def test_processors_that_read_text_and_rules_of_users_are_not_recorded() -> None
 
     def stands(block: Block) -> torch.Tensor:
         calls[0] += 1
-        return MATCH.stands(block)
+        return MATCH.accepts(block)
 
     def processor(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         calls[0] += 1
         return scores
 
-    rule = AcceptanceRule("counting", "argmax", stands, MATCH.follow)
+    rule = AcceptanceRule("counting", "argmax", stands, MATCH.next_token)
     for options in ({"acceptance": rule}, {"logits_processor": processor, "acceptance": "match"}):
         dec = decoder(Rerun)
         for _ in range(2):
@@ -183,12 +181,12 @@ def test_chunks_of_prompts_are_recorded_when_they_come_again() -> None:
         out = dec.generate(texts, 8, strategies=["draft-model:n_max=2"])
         assert out.token_ids == eager.generate(texts, 8, strategies=["draft-model:n_max=2"]).token_ids
         for runner in (dec.target, dec.draft):
-            captured.append(sum(key.rare and p is not None for (_, key), p in runner.pool.idle.graphs.items()))
+            captured.append(sum(key.is_prefill and p is not None for (_, key), p in runner.pool.idle.graphs.items()))
     assert captured == [0, 0, 3, 3, 3, 3]
 
 
 def test_of_many_prompts_only_so_many_chunks_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specdec.device.graphs.RARE_LIMIT", 2)
+    monkeypatch.setattr("specdec.device.graphs.PREFILL_LIMIT", 2)
     eager, dec = decoder(), decoder(Rerun)
     prompts = [[(7 * i + n) % 100 for i in range(n)] for n in (20, 28, 40, 60)]
     for _ in range(2):
@@ -196,7 +194,7 @@ def test_of_many_prompts_only_so_many_chunks_are_recorded(monkeypatch: pytest.Mo
             out = dec.generate([prompt], 4, strategies=[])
             assert out.token_ids == eager.generate([prompt], 4, strategies=[]).token_ids
     known = dec.target.pool.idle.graphs
-    assert sum(key.rare and program is not None for (_, key), program in known.items()) == 2
+    assert sum(key.is_prefill and program is not None for (_, key), program in known.items()) == 2
 
 
 def test_passes_die_with_their_cache() -> None:

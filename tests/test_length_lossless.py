@@ -84,10 +84,10 @@ SEEN: list[Tensor] = []  # the coins of the newest pass, [B, S]: also behind the
 
 def _stands(block: Block) -> Tensor:
     SEEN[:] = [uniform(block.streams(Purpose.ACCEPT))]
-    return LEVIATHAN.stands(block)
+    return LEVIATHAN.accepts(block)
 
 
-WATCHED = AcceptanceRule("watched", "sample", _stands, LEVIATHAN.follow, descend=LEVIATHAN.descend)
+WATCHED = AcceptanceRule("watched", "sample", _stands, LEVIATHAN.next_token, descend=LEVIATHAN.pick_child)
 
 
 class LooksBehindTheRejection(LengthController):

@@ -143,7 +143,7 @@ def test_what_is_no_rule_is_said_in_words(folder: Path, rule: Any, parts: tuple[
 def test_a_rule_with_parameters_carries_them_in_its_name(folder: Path) -> None:
     @register_rule
     def typical(eps: float = 0.3, kind: str = "top", deep: bool = False) -> AcceptanceRule:
-        return AcceptanceRule("anything", "sample", LEVIATHAN.stands, LEVIATHAN.follow, lossy=True)
+        return AcceptanceRule("anything", "sample", LEVIATHAN.accepts, LEVIATHAN.next_token, lossy=True)
 
     assert find_rule("typical").name == "typical:eps=0.3:kind=top:deep=false"
     assert find_rule("typical:deep=true:eps=0.1").name == "typical:eps=0.1:kind=top:deep=true"
@@ -159,7 +159,7 @@ def test_whether_the_text_is_plain_decodings_is_a_property_of_the_rule(folder: P
         ("match", True, True), ("coupled", True, True), ("leviathan", False, True), ("echoing:careful", False, False),
     ):  # fmt: skip
         assert (find_rule(name).keeps_text(False), find_rule(name).keeps_text(True)) == (sampled, greedy)
-    assert not AcceptanceRule("new", "argmax", MATCH.stands, MATCH.follow).keeps_text(greedy=False)
+    assert not AcceptanceRule("new", "argmax", MATCH.accepts, MATCH.next_token).keeps_text(greedy=False)
 
 
 def test_two_files_of_one_name_are_not_mixed_up(folder: Path) -> None:

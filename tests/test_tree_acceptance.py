@@ -15,7 +15,7 @@ from specdec import theory
 from specdec.decoding.acceptance import COUPLED, LEVIATHAN, MATCH, AcceptanceRule, Block, judge
 from specdec.drafters.draft_model.tree import LEAST, draw_siblings, plan_parents
 from specdec.errors import SpecdecError
-from specdec.models.trees import Parents, TreeLayout, chain_parents, shape_of
+from specdec.models.trees import Parents, Tree, chain_parents
 from specdec.sampling.sampling import Purpose, Sampling, exponential, fold, race, streams, uniform
 from tests.helpers.branching import FAULTS, FIRST, Language, block_of, draft, sample
 from tests.helpers.broken import BROKEN_RULES, BROKEN_TREE_RULES
@@ -52,7 +52,7 @@ def tree_block(seed: int, rows: int, width: int, vocab: int, claim: str, greedy:
                 block.q[b, node] = block.p[b, parent + 1].nan_to_num(1 / vocab)
             if block.q is not None and rng.random() < 0.1:  # a node that was drawn from nothing
                 block.q[b, node] = 0
-    layout = TreeLayout.of([shape_of(p) for p in parents], width, torch.device("cpu"))
+    layout = Tree.of_rows(parents, width, torch.device("cpu"))
     fresh = {name: getattr(block, name) for name in ("scores", "draft", "lengths", "final", "totals", "q", "has_q")}
     return replace(block, **fresh, tree=layout), parents
 
@@ -155,8 +155,8 @@ def test_a_chain_is_judged_the_same_beside_trees_and_alone(
 ) -> None:
     """Also 40 x 40 x 3 = 4,800 chains against the slow reading of the rules in test_acceptance."""
     block = make_block(seed, (40, width, vocab), claim, greedy)
-    shapes = [shape_of(chain_parents(int(n))) for n in block.lengths]
-    bush = shape_of(tuple(-1 for _ in range(width - 1)))
+    chains = [chain_parents(int(n)) for n in block.lengths]
+    bush = tuple(-1 for _ in range(width - 1))
     for rule in (MATCH, LEVIATHAN, COUPLED):
         alone = check(block, rule)
         for row in (0, 39):  # one row is a tree: the others are walked, not scanned
@@ -164,7 +164,8 @@ def test_a_chain_is_judged_the_same_beside_trees_and_alone(
                 continue
             lengths, final = block.lengths.clone(), block.final.clone()
             lengths[row], final[row] = width - 1, True
-            layout = TreeLayout.of([bush if b == row else s for b, s in enumerate(shapes)], width, torch.device("cpu"))
+            rows = [bush if b == row else chain for b, chain in enumerate(chains)]
+            layout = Tree.of_rows(rows, width, torch.device("cpu"))
             mixed = judge(replace(block, lengths=lengths, final=final, tree=layout), rule)
             others = torch.arange(40) != row
             assert torch.equal(mixed.accepted[others], alone.accepted[others])

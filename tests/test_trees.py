@@ -13,7 +13,7 @@ import torch
 from specdec import Draft, DraftModel, DraftRequest, PromptLookup, SpecdecError, SpeculativeDecoder
 from specdec.drafters.draft_model.tree import parse_plan, plan_parents
 from specdec.models.runner import Runner, Shapes
-from specdec.models.trees import shape_of, tree_pass
+from specdec.models.trees import Tree, TreePass, depths_of, path_to
 from specdec.research.traces.trace import record
 from specdec.stats import RoundRecord, Tally
 from tests.helpers.laws import cell, fit, samples, small_model, three_token_law
@@ -35,8 +35,9 @@ class RandomTrees:
 
     name, makes_trees = "random-trees", True
 
-    def __init__(self, texts: Sequence[Sequence[int]], most: int = 20):
+    def __init__(self, texts: Sequence[Sequence[int]], most: int = 20, on_device: bool = False, nodes: int = 0):
         self.texts, self.most, self.random = texts, most, random.Random(0)
+        self.on_device, self.tree_nodes = on_device, nodes
         self.paths: list[list[int]] = []
 
     def begin(self, row: int, prompt: Any) -> None:
@@ -57,10 +58,13 @@ class RandomTrees:
         parents: list[int] = []
         for i in range(self.random.randint(1, self.most)):
             parents.append(self.random.randint(-1, i - 1) if self.random.random() < 0.6 else i - 1)
-        depths = shape_of(tuple(parents)).depths[1:]
+        depths = depths_of(parents)
         right = [d <= len(rest) and self.random.random() < 0.6 for d in depths]
         tokens = [rest[d - 1] if ok else self.random.randrange(128) for d, ok in zip(depths, right, strict=True)]
-        return Draft(tokens, parents)
+        if not self.on_device:
+            return Draft(tokens, parents)
+        # The bounds may be wider than the tree.
+        return Draft(torch.tensor(tokens), torch.tensor(parents), levels=max(depths) + 1, siblings=len(parents))
 
 
 @pytest.mark.fast(4)
@@ -80,6 +84,48 @@ def test_greedy_text_with_trees_is_plain_decodings(kind: str, batch: int) -> Non
         np.testing.assert_allclose(got, wanted, atol=1e-4)
     assert any(path != list(range(len(path))) for path in trees.paths)  # some path had to be moved
     assert out.stats.tokens_per_round > 1.5
+
+
+@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.2}], ids=["tokens", "processors"])
+def test_trees_whose_shape_only_the_device_knows_are_verified_as_lists_are(options: dict[str, Any]) -> None:
+    """Rows with chains among them, trees of 50 nodes, and rounds near the end of the text, where levels are cut."""
+    model = tiny_model("llama")
+    decoder = SpeculativeDecoder(model)
+    expected = decoder.generate(PROMPTS, max_new_tokens=24, strategies=[], **options).token_ids
+    texts = [p + e for p, e in zip(PROMPTS, expected, strict=True)]
+    found = []
+    for on_device in (False, True):
+        trees = RandomTrees(texts, most=50, on_device=on_device, nodes=50)
+        out = decoder.generate(PROMPTS, max_new_tokens=24, strategies=[trees], batch_size=3, **options)
+        assert out.token_ids == expected
+        check_counts(out)
+        found.append((out.stats.rows[0][0].levels, trees.paths))
+    assert found[0] == found[1]
+
+
+def test_rounds_of_trees_on_the_device_name_their_parents_and_paths() -> None:
+    model = tiny_model("llama")
+    decoder = SpeculativeDecoder(model)
+    text = [*PROMPTS[0], *oracle_greedy(model, PROMPTS[0], 16)]
+    listed, tensors = (
+        [
+            (r.draft, r.parents, r.path, r.tokens, r.bonus)
+            for r in decoder.rounds(PROMPTS[0], max_new_tokens=30, strategies=[RandomTrees([text], 9, on_device)])
+        ]
+        for on_device in (False, True)
+    )
+    assert listed[:4] == tensors[:4]
+    assert any(parents is not None for _, parents, *_ in tensors)
+
+
+@pytest.mark.parametrize("parents", [[0, -1], [-1, 1], [-2, 0]])
+def test_parents_on_the_device_that_are_no_tree_are_refused_by_name(parents: list[int]) -> None:
+    class Wrong(RandomTrees):
+        def _tree(self, rest: list[int]) -> Draft:
+            return Draft([1, 2], torch.tensor(parents), levels=2)
+
+    with pytest.raises(SpecdecError, match="'random-trees' proposed parents that are no tree"):
+        SpeculativeDecoder(tiny_model("llama")).generate([1, 2, 3], 8, strategies=[Wrong([])])
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
@@ -127,13 +173,13 @@ def test_logits_after_an_accepted_path_equal_those_of_a_fresh_prefill(kind: str)
     tokens = [11, 12, 13, 14, 15, 16]
     runner.prefill(cache, shapes, {0: text[:-1]}, {0: 0})
     runner.prefill(cache, shapes, {1: text[:-3]}, {1: 0})
-    shape = shape_of(parents)
     starts, counts = [9, 7], [7, 3]
-    where = tree_pass([shape, shape_of((-1, 0))], [range(7), range(3)], 7, starts, runner.device)
+    tree = Tree.of_rows([parents, (-1, 0)], 7, runner.device)
+    where = TreePass.of(tree, torch.tensor(starts), torch.tensor(counts))
     fed = torch.tensor([[text[-1], *tokens], [*text[-3:], 0, 0, 0, 0]])
     logits = runner.step(cache, shapes, fed, starts, counts, tree=where).logits
     for column in range(7):
-        path = [tokens[c - 1] for c in shape.path(column)[1:]]
+        path = [tokens[node] for node in path_to(parents, column - 1)]
         torch.testing.assert_close(logits[0, column], oracle_logits(model, [*text, *path])[-1], atol=1e-4, rtol=1e-4)
     for column in range(3):
         expected = oracle_logits(model, text[: 8 + column])[-1]
@@ -217,7 +263,7 @@ def test_records_of_a_tree_hold_the_probability_of_each_node_given_its_own_path(
     text = [5, 7, 5]
     for r in rounds:
         for node in range(len(r.draft)):
-            path = [r.draft[c - 1] for c in shape_of(tuple(r.parents or ())).path(node + 1)[1:]]
+            path = [r.draft[n] for n in path_to(r.parents or (), node)]
             law = torch.softmax(oracle_logits(model, [*text, *path[:-1]])[-1], dim=-1)
             assert abs(float(law[path[-1]]) - r.p[node]) < 1e-4
         text += r.tokens

@@ -38,7 +38,7 @@ def chain(
     given_chain = (None if known is None else list(known)) if text is None else text
     drafters = [] if text is not None and text.strip() == "none" else make_drafters(given_chain, has_draft)
     if translate:
-        models = [d for d in drafters if d.name == "draft-model"]
+        models = [d for d in drafters if d.uses_draft_model]
         if not models:
             raise SpecdecError("--translate needs the strategy draft-model and a draft model: give --draft")
         for model in models:

@@ -1,31 +1,30 @@
-"""Acceptance: which drafted tokens stand, and which token follows them. Batched, on device, chains and trees.
+"""Acceptance: which drafted tokens are accepted, and which token follows them. Batched, on device, chains and trees.
 
-Given the target's scores after each fed token, a rule says for every drafted token whether it *stands*, and what to
-emit at the first position where none does. p is the target's law (softmax of the scores), q the law the draft was
-really drawn from.
+p is the target's distribution (softmax of its processed scores), q the distribution the draft was really sampled from.
+A rule says for every drafted token whether it is accepted, and what to emit at the first position where none is.
 
-- `match` (llama.cpp): sample the target at every position; a drafted token stands iff it equals the sample. Lossless
-  for any proposal, because every emitted token is the target's own draw, with the same random numbers as plain
+- `match` (llama.cpp): sample the target at every position; accept a drafted token iff it equals the sample. Lossless
+  for any proposal, because every emitted token is the target's own sample, with the same random numbers as plain
   decoding.
-- `leviathan` (Leviathan et al. 2023; Chen et al. 2023): x ~ q stands with probability min(1, p(x) / q(x)); on a
-  rejection the residual norm(max(0, p - q)) is sampled, and p itself where the residual is empty. Rows whose draft
-  makes no claim about q are judged by `match`, which has the same law for deterministic proposals.
-- `coupled` (Daliri, Musco & Suresh 2024; Gumbel coupling): judged as `match` is, but model drafters draw from q with
-  the random numbers that the target draws from p with. Equal numbers make equal tokens likely: the acceptance is
+- `leviathan` (Leviathan et al. 2023; Chen et al. 2023): accept x ~ q with probability min(1, p(x) / q(x)); after a
+  rejection sample the residual norm(max(0, p - q)), or p itself where the residual is empty. Rows whose draft has no q
+  are judged by `match`, which has the same distribution for deterministic proposals.
+- `coupled` (Daliri, Musco & Suresh 2024; Gumbel coupling): judged as `match` is, but model drafters sample q with the
+  random numbers that the target samples p with. Equal numbers make equal tokens likely: the acceptance is
   sum_x 1 / sum_y max(p_y / p_x, q_y / q_x) (theory.expected_acceptance), and the text is still plain decoding's.
 
-Greedy is the T -> 0 case of all: a drafted token stands iff it is the argmax.
+Greedy is the T -> 0 case of all: a drafted token is accepted iff it is the argmax.
 
-Trees are walked from the newest token down, in all rows at once: at each node the rule says which child stands, if
-any, and the walk goes on there. `match`, `coupled`, greedy and drafts without q: the child that equals the target's own
-token, drawn with the numbers of its position and so plain decoding's. `leviathan` with q is recursive rejection over
-the siblings (SpecInfer, Miao et al. 2023; Jeon et al. 2024): with p_1 = p, sibling i stands with probability
-min(1, p_i(x) / q_i(x)), else p_{i+1} = norm(max(0, p_i - q_i)); after the last sibling the last residual is sampled.
-q_i is the law that sibling i was really drawn from, given the siblings before it. By induction from the last sibling
-up, what the node emits has law p_i before sibling i is looked at, so p before the first: each sibling is one step of
-the chain rule whose target is p_i. A residual of no mass means p_i <= q_i, so p_i = q_i and no rejection but by
-rounding: p_i then stays. A sibling whose whole q_i is zero was not drawn from anything (the support of q was used
-up): it never stands and leaves p_i as it is.
+Trees are walked from the newest token down, in all rows at once: at each node the rule picks the child that is
+accepted, if any, and the walk goes on there. `match`, `coupled`, greedy and drafts without q: the child that equals the
+target's own token, sampled with the numbers of its position and so plain decoding's. `leviathan` with q is recursive
+rejection over the siblings (SpecInfer, Miao et al. 2023; Jeon et al. 2024): with p_1 = p, accept sibling i with
+probability min(1, p_i(x) / q_i(x)), else p_{i+1} = norm(max(0, p_i - q_i)); after the last sibling sample the last
+residual. q_i is the distribution that sibling i was really sampled from, given the siblings before it. By induction
+from the last sibling up, what the node emits has distribution p_i before sibling i is looked at, so p before the first:
+each sibling is one step of the chain rule whose target is p_i. A residual of no mass means p_i <= q_i, so p_i = q_i and
+no rejection but by rounding: p_i then stays. A sibling whose whole q_i is zero was not sampled from anything (the
+support of q was used up): it is never accepted and leaves p_i as it is.
 
 Rules are an open seam: `register_rule` adds one, or a function of parameters that makes some. A rule that changes the
 output's distribution must say `lossy=True`.
@@ -43,7 +42,7 @@ from torch import Tensor
 
 from specdec.errors import SpecdecError
 from specdec.files.own_code import find_object, make_object, parameters, parse_name
-from specdec.models.trees import TreeLayout
+from specdec.models.trees import Tree
 from specdec.sampling.sampling import Purpose, Sampling, best, fold, race, streams, uniform
 
 
@@ -58,18 +57,27 @@ class Once:
         return value
 
 
+# -- what a rule sees, and what it decides -----------------------------------------------------------------------------
+
+
 @dataclass
 class Block:
-    """One target pass, as acceptance sees it. Column s holds the law of the token after the s-th fed token.
+    """One target pass, as acceptance sees it: B rows of S columns, each the distribution after one fed token.
 
-    scores [B, S, V] float32, processed; draft [B, S]: the drafted token tested at column s; lengths [B]: how many are
-    tested; final [B]: whether the draft ends here, so that a token follows when all stand (False: the next chunk goes
-    on); q [B, S, V] float32 and has_q [B], or None; all_claim: whether the host knows that every row has a q, so that
-    the target need not be sampled at every position; totals [B]: lengths of the whole drafts, chunks to come
-    included (acceptance does not look at them); keys [B]: row keys; positions [B]: sequence position of the
-    token that column 0 predicts; tree: where the columns stand, when some row's draft is a tree. Drafted token s
-    is then node s, tested at the column that `tree` names and fed, if at all, at column s + 1; done [B]: how many
-    tokens of the row's draft earlier passes have accepted.
+    scores [B, S, V]: float32, processed; column s predicts the token after the s-th fed token
+    draft [B, S]: the token tested at column s (of a tree: node s, tested at column `tree.tested_at[s]`)
+    lengths [B]: how many drafted tokens are tested
+    final [B]: the draft ends here, so that a token follows when all are accepted (False: its next chunk goes on)
+    totals [B]: length of the whole draft, later chunks included; acceptance does not look at it
+    keys [B]: keys of the rows' random numbers
+    positions [B]: sequence position of the token that column 0 predicts
+    sampling: how the target is sampled
+    q [B, S, V], has_q [B]: the draft's distributions, and which rows have them; None: no row has
+    all_have_q: the host knows that every row has a q, so that the target need not be sampled at every position
+    tree: the shape of the rows' trees, if some row's draft is one
+    done [B]: tokens of the draft that earlier passes have accepted
+    outside [B, S]: an id was drafted that the target lacks; `draft` is 0 there
+    missing [B, S]: a node of a tree that does not exist; `draft` is 0 there
     """
 
     scores: Tensor
@@ -82,18 +90,20 @@ class Block:
     sampling: Sampling
     q: Tensor | None = None
     has_q: Tensor | None = None
-    all_claim: bool = False
-    tree: TreeLayout | None = None
+    all_have_q: bool = False
+    tree: Tree | None = None
     done: Tensor | None = None
-    outside: Tensor | None = None  # [B, S]: where an id that the target lacks was drafted; `draft` is 0 there
-    missing: Tensor | None = None  # [B, S]: nodes of trees that do not exist; `draft` is 0 there
+    outside: Tensor | None = None
+    missing: Tensor | None = None
 
     @Once
     def p(self) -> Tensor:
+        """The target's distributions [B, S, V]."""
         return torch.softmax(self.scores, dim=-1)
 
     @Once
     def columns(self) -> Tensor:
+        """[S]"""
         return torch.arange(self.scores.shape[1], device=self.scores.device)
 
     @property
@@ -116,16 +126,26 @@ class Block:
 
     @property
     def sound(self) -> Tensor:
-        """Where the scores make a law, [B, S]: NaN and +inf are in none, and nothing but -inf is none."""
+        """Where the scores make a distribution, [B, S]: those with NaN or +inf, or with nothing but -inf, make none."""
         return self.best[1] if self.sampling.greedy else self.scores.amax(dim=-1).isfinite()
+
+    @property
+    def tested(self) -> Tensor:
+        """Which drafted tokens there are to test, [B, S]."""
+        tested = self.columns < self.lengths[:, None]
+        return tested if self.missing is None else tested & ~self.missing
 
 
 @dataclass
 class Verdict:
-    """accepted [B]: drafted tokens that stand; token [B]: the token after them; failed [B]: the law at that position
-    is not a law (NaN or all -inf scores), so nothing may be emitted there; path [B, levels]: of trees, the nodes that
-    stand, the first `accepted` of them real; unsound [B]: 0, or what is wrong with a row's draft (`UNSOUND`), whose
-    verdict then means nothing."""
+    """What a pass decides.
+
+    accepted [B]: how many drafted tokens are accepted
+    token [B]: the token after them
+    failed [B]: the scores at that position are no distribution (NaN or all -inf), so nothing may be emitted there
+    path [B, levels]: of trees, the accepted nodes, the first `accepted` of them real
+    unsound [B]: 0, or what is wrong with a row's draft (`UNSOUND`), whose verdict then means nothing
+    """
 
     accepted: Tensor
     token: Tensor
@@ -134,8 +154,8 @@ class Verdict:
     unsound: Tensor | None = None
 
     def emitted(self, draft: Tensor) -> tuple[Tensor, Tensor]:
-        """(tokens, columns), each [B, E]: what came out, the first accepted + 1 of them real, and whose laws it obeys.
-        draft [B, S]."""
+        """(tokens, columns), each [B, E]: what is emitted, the first accepted + 1 of them real, and the columns that
+        predicted it. draft [B, S]."""
         columns = torch.arange(draft.shape[1], device=draft.device).expand_as(draft)
         if self.path is not None:
             columns = torch.nn.functional.pad(self.path + 1, (1, 0)).clamp(max=draft.shape[1] - 1)
@@ -144,43 +164,80 @@ class Verdict:
         return torch.where(steps < self.accepted[:, None], draft, self.token[:, None]), columns
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class AcceptanceRule:
-    """stands(block) -> bool [B, S]; follow(block, column [B]) -> ids [B]: the token after the last accepted one, which
-    was fed at `column`; descend(block, column [B]) -> columns [B]: of trees, the child of `column` that stands, 0 for
-    none. A rule without it judges chains only.
+    """A rule: two functions of a `Block`, a third for trees, and what they promise.
 
-    proposal: how model drafters must propose under this rule: their argmax, a sample of q, or ("coupled") the sample of
-    q that the target's own random numbers give. recordable: the functions are tensor operations on the block alone, so
-    that what they did once may be recorded and replayed for other blocks (a rule with a state, a generator or a branch
-    on values is not). same_text: for one seed the text is plain decoding's, because each emitted token is the target's
-    own sample there.
+    accepts(block) -> bool [B, S]: drafted tokens that are accepted if all before them are
+    next_token(block, column [B]) -> ids [B]: the token after the last accepted one, which was fed at `column`
+    pick_child(block, column [B]) -> columns [B]: of trees, the accepted child of `column`, 0 for none; a rule without
+        it judges chains only
+    proposal: how model drafters must propose: their argmax, a sample of q, or ("coupled") the sample of q that the
+        target's own random numbers give
+    lossy: the output's distribution is not the target's
+    recordable: the functions are tensor operations on the block alone, so that what they did once may be recorded and
+        replayed for other blocks (a rule with a state, a generator or a branch on values is not)
+    same_text: for one seed the text is plain decoding's, because each emitted token is the target's own sample there
     """
 
     name: str
     proposal: Literal["argmax", "sample", "coupled"]
-    stands: Callable[[Block], Tensor]
-    follow: Callable[[Block, Tensor], Tensor]
+    accepts: Callable[[Block], Tensor]
+    next_token: Callable[[Block, Tensor], Tensor]
     lossy: bool = False
-    descend: Callable[[Block, Tensor], Tensor] | None = None
+    pick_child: Callable[[Block, Tensor], Tensor] | None = None
     recordable: bool = False
     same_text: bool = False
+
+    def __init__(
+        self, name: str, proposal: str, accepts: Any = None, next_token: Any = None, lossy: bool = False,
+        pick_child: Any = None, recordable: bool = False, same_text: bool = False,
+        *, stands: Any = None, follow: Any = None, descend: Any = None,
+    ):  # fmt: skip
+        # The last three are what these functions were called until version 0.1.
+        functions = {
+            "accepts": accepts or stands, "next_token": next_token or follow, "pick_child": pick_child or descend
+        }  # fmt: skip
+        if functions["accepts"] is None or functions["next_token"] is None:
+            raise SpecdecError(f"acceptance rule {name!r}: give accepts(block) and next_token(block, column)")
+        flags = {"lossy": lossy, "recordable": recordable, "same_text": same_text}
+        for field, value in {"name": name, "proposal": proposal, **functions, **flags}.items():
+            object.__setattr__(self, field, value)
+
+    @property
+    def stands(self) -> Callable[[Block], Tensor]:
+        """`accepts`, by its name until version 0.1."""
+        return self.accepts
+
+    @property
+    def follow(self) -> Callable[[Block, Tensor], Tensor]:
+        """`next_token`, by its name until version 0.1."""
+        return self.next_token
+
+    @property
+    def descend(self) -> Callable[[Block, Tensor], Tensor] | None:
+        """`pick_child`, by its name until version 0.1."""
+        return self.pick_child
 
     def keeps_text(self, greedy: bool) -> bool:
         """Whether the tokens must be plain decoding's."""
         return self.same_text or (greedy and not self.lossy)
 
 
+# -- applying a rule ---------------------------------------------------------------------------------------------------
+
+
 def judge(block: Block, rule: AcceptanceRule) -> Verdict:
     """Apply a rule to one pass. No host read. Raises SpecdecError for a tree under a rule that judges chains only."""
-    verdict = _scan(block, rule) if block.tree is None else _walk(block, block.tree, rule)
+    verdict = _judge_chains(block, rule) if block.tree is None else _judge_trees(block, block.tree, rule)
     verdict.unsound = unsound_drafts(block)
     return verdict
 
 
 UNSOUND = {
     1: "proposed an id outside the target's vocabulary",
-    2: "claimed a q that its tokens cannot have been drawn from: its rows must be laws, positive at the drafted token",
+    2: "gave a q that its tokens cannot have been sampled from: each row must be a distribution, positive at its token",
+    3: "proposed parents that are no tree: each must be -1 or a node before its child",
 }
 Q_TOLERANCE = 1e-2  # of the sum of a row of q
 
@@ -190,33 +247,35 @@ def unsound_drafts(block: Block) -> Tensor:
     tested = block.columns < block.lengths[:, None]
     wrong = torch.zeros_like(block.lengths)
     if block.q is not None and block.has_q is not None and not block.sampling.greedy:
-        drawn = block.q.gather(-1, block.draft[..., None])[..., 0] > 0
-        law = (block.q.amin(dim=-1) >= 0) & ((block.q.sum(dim=-1) - 1).abs() < Q_TOLERANCE)
-        fine = law & drawn
-        if block.tree is not None:  # siblings beyond the support of q: they have no law and never stand
+        sampled = block.q.gather(-1, block.draft[..., None])[..., 0] > 0
+        sums_to_one = (block.q.amin(dim=-1) >= 0) & ((block.q.sum(dim=-1) - 1).abs() < Q_TOLERANCE)
+        fine = sums_to_one & sampled
+        if block.tree is not None:  # siblings beyond the support of q: they have no q and are never accepted
             fine = fine | ((block.q == 0).all(dim=-1))
         wrong = torch.where((~fine & tested).any(dim=-1) & block.has_q, 2, wrong)
     if block.outside is not None:
         wrong = torch.where((block.outside & tested).any(dim=-1), 1, wrong)
+    if block.tree is not None:
+        late = block.tree.parents >= block.columns
+        wrong = torch.where(((late | (block.tree.parents < -1)) & tested).any(dim=-1), 3, wrong)
     return wrong
 
 
-def _scan(block: Block, rule: AcceptanceRule) -> Verdict:
+def _judge_chains(block: Block, rule: AcceptanceRule) -> Verdict:
     """Along the chains of all rows at once."""
     sound = block.sound
-    tested = block.columns < block.lengths[:, None]
-    stands = rule.stands(block) & tested & sound
-    accepted = stands.long().cumprod(dim=-1).sum(dim=-1)  # [B]
+    accepts = rule.accepts(block) & block.tested & sound
+    accepted = accepts.long().cumprod(dim=-1).sum(dim=-1)  # [B]
     at = accepted.clamp(max=block.scores.shape[1] - 1)
-    ongoing = (accepted == block.lengths) & ~block.final
-    failed = ~sound.gather(1, at[:, None])[:, 0] & ~ongoing
-    return Verdict(accepted, rule.follow(block, at), failed)
+    continues = (accepted == block.lengths) & ~block.final
+    failed = ~sound.gather(1, at[:, None])[:, 0] & ~continues
+    return Verdict(accepted, rule.next_token(block, at), failed)
 
 
-def _walk(block: Block, tree: TreeLayout, rule: AcceptanceRule) -> Verdict:
+def _judge_trees(block: Block, tree: Tree, rule: AcceptanceRule) -> Verdict:
     """From the newest token down the tree, level by level, all rows at once."""
-    if rule.descend is None:
-        raise SpecdecError(f"acceptance rule {rule.name!r} judges chains only: it has no descend(block, column)")
+    if rule.pick_child is None:
+        raise SpecdecError(f"acceptance rule {rule.name!r} judges chains only: it has no pick_child(block, column)")
     width = block.scores.shape[1]
     sound = block.sound
     column, accepted = torch.zeros_like(block.lengths), torch.zeros_like(block.lengths)
@@ -224,133 +283,147 @@ def _walk(block: Block, tree: TreeLayout, rule: AcceptanceRule) -> Verdict:
     for _ in range(tree.levels):
         at = column.clamp(max=width - 1)
         # Column `width` is the last token of a chain that fills its pass: nothing was fed there.
-        walking = walking & (column < width) & _pick(sound, at)
-        child = torch.where(walking, rule.descend(block, at), 0)
+        walking = walking & (column < width) & pick(sound, at)
+        if tree.limits is not None:
+            walking = walking & (accepted < tree.limits)
+        child = torch.where(walking, rule.pick_child(block, at), 0)
         walking = child > 0
         column = torch.where(walking, child, column)
         accepted = accepted + walking
         path.append((child - 1).clamp(min=0))
     at = column.clamp(max=width - 1)
-    ongoing = (accepted == block.lengths) & ~block.final
-    failed = ~_pick(sound, at) & ~ongoing
-    return Verdict(accepted, rule.follow(block, at), failed, torch.stack(path, dim=1))
+    continues = (accepted == block.lengths) & ~block.final
+    failed = ~pick(sound, at) & ~continues
+    return Verdict(accepted, rule.next_token(block, at), failed, torch.stack(path, dim=1))
 
 
-def _pick(values: Tensor, column: Tensor) -> Tensor:
+def pick(values: Tensor, column: Tensor) -> Tensor:
     """values [B, S, ...] at one column per row -> [B, ...]."""
     return values[torch.arange(values.shape[0], device=values.device), column]
 
 
-def _match_stands(block: Block) -> Tensor:
+# -- match, coupled, greedy: a drafted token is accepted iff it is the target's own ------------------------------------
+
+
+def is_own(block: Block) -> Tensor:
+    """Drafted tokens that equal the target's own choice, [B, S]."""
     return block.own == block.draft
 
 
-def _match_follow(block: Block, column: Tensor) -> Tensor:
-    return _pick(block.own, column)
+def own_token(block: Block, column: Tensor) -> Tensor:
+    """The target's own choice at one column a row, [B]."""
+    return pick(block.own, column)
 
 
-def _match_descend(block: Block, column: Tensor) -> Tensor:
-    """The first child that is the target's own token."""
-    found = torch.zeros_like(column)
-    for child, node, tested in children_of(block, column):
-        fits = tested & (_pick(block.draft, node) == _pick(block.own, column))
-        found = torch.where((found == 0) & fits, child, found)
-    return found
+def pick_own_child(block: Block, column: Tensor) -> Tensor:
+    """The first child that equals the target's own token, as a column [B]; 0 = none."""
+    assert block.tree is not None
+    is_child = (block.tree.tested_at == column[:, None]) & block.tested
+    other = ~(is_child & (block.draft == pick(block.own, column)[:, None]))
+    before = other.long().cumprod(dim=-1).sum(dim=-1)  # nodes before the first that fits
+    return torch.where(before < other.shape[1], before + 1, 0)
+
+
+# -- leviathan: by the ratio of p and q --------------------------------------------------------------------------------
+
+
+def passes_ratio(block: Block) -> Tensor:
+    """Drafted tokens x for which a coin falls below p(x) / q(x), [B, S]."""
+    if block.q is None or block.sampling.greedy:
+        return is_own(block)
+    assert block.has_q is not None
+    index = block.draft[..., None]
+    p, q = block.p.gather(-1, index)[..., 0], block.q.gather(-1, index)[..., 0]  # [B, S]
+    by_ratio = uniform(block.streams(Purpose.ACCEPT)) * q < p  # never a division, so never 0 / 0
+    if block.all_have_q:
+        return by_ratio
+    return torch.where(block.has_q[:, None], by_ratio, is_own(block))
+
+
+def residual_token(block: Block, column: Tensor) -> Tensor:
+    """A sample of the residual where a drafted token was rejected, and of p where none was, [B]."""
+    if block.q is None or block.sampling.greedy:
+        return own_token(block, column)
+    if block.tree is not None:
+        left = reject_siblings(block, column)
+        position = block.positions + pick(block.tree.depths, column)
+        return race(left.residual, _next_stream(block, position, left.rejected))
+    assert block.has_q is not None
+    rejected = (column < block.lengths) & block.has_q
+    p, q = pick(block.p, column), pick(block.q, column)  # [B, V]
+    residual = (p - q).clamp(min=0)
+    mass = residual.sum(dim=-1, keepdim=True)
+    # Rows without q get here as well: their sample of p with the SAMPLE stream is the one `match` compares with.
+    # Normalised, because weights below float32's smallest normal number would lose their race to tokens without any.
+    weights = torch.where(rejected[:, None] & (mass > 0), residual / mass, p)
+    return race(weights, _next_stream(block, block.positions + column, rejected))
+
+
+def _next_stream(block: Block, position: Tensor, rejected: Tensor) -> Tensor:
+    """The stream [B] of the token that follows: the target's own unless a drafted token was rejected there."""
+    residual, own = (streams(block.keys, position, purpose) for purpose in (Purpose.RESIDUAL, Purpose.SAMPLE))
+    return torch.where(rejected, residual, own)
+
+
+def pick_by_ratio(block: Block, column: Tensor) -> Tensor:
+    """The child that recursive rejection accepts, as a column [B]; 0 = none."""
+    if block.q is None or block.sampling.greedy:
+        return pick_own_child(block, column)
+    assert block.has_q is not None
+    child = reject_siblings(block, column).child
+    return child if block.all_have_q else torch.where(block.has_q, child, pick_own_child(block, column))
 
 
 def children_of(block: Block, column: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """The children of one column a row, in order of proposal: their columns, their nodes, and whether they exist."""
     assert block.tree is not None
-    for child in _pick(block.tree.children, column).unbind(dim=1):
-        node = (child - 1).clamp(min=0)
-        exists = (child > 0) & (node < block.lengths)
-        if block.missing is not None:
-            exists = exists & ~_pick(block.missing, node)
-        yield child, node, exists
-
-
-def _leviathan_stands(block: Block) -> Tensor:
-    if block.q is None or block.sampling.greedy:
-        return _match_stands(block)
-    assert block.has_q is not None
-    index = block.draft[..., None]
-    p, q = block.p.gather(-1, index)[..., 0], block.q.gather(-1, index)[..., 0]  # [B, S]
-    by_ratio = uniform(block.streams(Purpose.ACCEPT)) * q < p  # never a division, so never 0 / 0
-    if block.all_claim:
-        return by_ratio
-    return torch.where(block.has_q[:, None], by_ratio, _match_stands(block))
+    is_child = block.tree.tested_at == column[:, None]
+    for i in range(block.tree.siblings):
+        found = is_child & (block.tree.rank == i) & block.tested  # [B, S], at most one a row
+        node = found.long().argmax(dim=-1)
+        exists = found.any(dim=-1)
+        yield torch.where(exists, node + 1, 0), node, exists
 
 
 @dataclass
 class Siblings:
-    """Recursive rejection at one column a row. child [B]: the column that stands, 0 = none; law [B, V]: what is left of
-    p; rejected [B]: whether any sibling was tested and fell."""
+    """Recursive rejection at one column a row.
+
+    child [B]: the column that is accepted, 0 = none
+    residual [B, V]: what is left of p
+    rejected [B]: some sibling was tested and rejected
+    """
 
     child: Tensor
-    law: Tensor
+    residual: Tensor
     rejected: Tensor
 
 
 def reject_siblings(block: Block, column: Tensor) -> Siblings:
-    """Test the children of `column` [B] one after the other, with the residual updated in between; rows whose draft
-    claims no q have none that is tested."""
+    """Test the children of `column` [B] one after the other, with the residual updated in between; rows whose draft has
+    no q have none that is tested."""
     assert block.q is not None and block.has_q is not None and block.tree is not None
-    position = block.positions + _pick(block.tree.depths, column)
+    position = block.positions + pick(block.tree.depths, column)
     stream = streams(block.keys, position, Purpose.ACCEPT)
-    law = _pick(block.p, column)
-    found, rejected = torch.zeros_like(column), torch.zeros_like(block.has_q)
+    p = pick(block.p, column)
+    accepted, rejected = torch.zeros_like(column), torch.zeros_like(block.has_q)
     for i, (child, node, exists) in enumerate(children_of(block, column)):
-        tested = exists & block.has_q & (found == 0)
-        token, q = _pick(block.draft, node)[:, None], _pick(block.q, node)  # [B, 1], [B, V]
+        tested = exists & block.has_q & (accepted == 0)
+        token, q = pick(block.draft, node)[:, None], pick(block.q, node)  # [B, 1], [B, V]
         # A coin of its own for each sibling; the first one's is the chain's, whatever else the pass holds.
         coin = uniform(stream if i == 0 else fold(stream, i))
-        by_ratio = coin * q.gather(1, token)[:, 0] < law.gather(1, token)[:, 0]
-        stands = tested & by_ratio & (q.amax(dim=-1) > 0)
-        fell = tested & ~stands
-        residual = (law - q).clamp(min=0)
+        by_ratio = coin * q.gather(1, token)[:, 0] < p.gather(1, token)[:, 0]
+        accepts = tested & by_ratio & (q.amax(dim=-1) > 0)
+        rejects = tested & ~accepts
+        residual = (p - q).clamp(min=0)
         mass = residual.sum(dim=-1, keepdim=True)
-        law = torch.where(fell[:, None] & (mass > 0), residual / mass, law)
-        found = torch.where(stands, child, found)
-        rejected = rejected | fell
-    return Siblings(found, law, rejected)
+        p = torch.where(rejects[:, None] & (mass > 0), residual / mass, p)
+        accepted = torch.where(accepts, child, accepted)
+        rejected = rejected | rejects
+    return Siblings(accepted, p, rejected)
 
 
-def _leviathan_descend(block: Block, column: Tensor) -> Tensor:
-    if block.q is None or block.sampling.greedy:
-        return _match_descend(block, column)
-    assert block.has_q is not None
-    child = reject_siblings(block, column).child
-    return child if block.all_claim else torch.where(block.has_q, child, _match_descend(block, column))
-
-
-def _leviathan_follow(block: Block, column: Tensor) -> Tensor:
-    if block.q is None or block.sampling.greedy:
-        return _match_follow(block, column)
-    if block.tree is not None:
-        left = reject_siblings(block, column)
-        position = block.positions + _pick(block.tree.depths, column)
-        return race(left.law, _after(block, position, left.rejected))
-    return _residual_follow(block, column)
-
-
-def _after(block: Block, position: Tensor, rejected: Tensor) -> Tensor:
-    """The streams [B] of the token that follows: the target's own unless a drafted token was rejected there."""
-    fallen, own = (streams(block.keys, position, purpose) for purpose in (Purpose.RESIDUAL, Purpose.SAMPLE))
-    return torch.where(rejected, fallen, own)
-
-
-def _residual_follow(block: Block, accepted: Tensor) -> Tensor:
-    assert block.q is not None and block.has_q is not None
-    rejected = accepted < block.lengths
-    p, q = _pick(block.p, accepted), _pick(block.q, accepted)  # [B, V]
-    residual = (p - q).clamp(min=0)
-    mass = residual.sum(dim=-1, keepdim=True)
-    use = (rejected & block.has_q)[:, None] & (mass > 0)
-    drawn = _after(block, block.positions + accepted, rejected & block.has_q)
-    # Rows without q land here as well: their draw from p with the SAMPLE stream is the sample `match` compared with.
-    # Normalised, because weights below float32's smallest normal number would lose their race to tokens without any.
-    return race(torch.where(use, residual / mass, p), drawn)
-
+# -- rules by name -----------------------------------------------------------------------------------------------------
 
 RULES: dict[str, AcceptanceRule | Callable[..., AcceptanceRule]] = {}
 _MADE: dict[tuple[Any, str], AcceptanceRule] = {}  # of functions, so that equal parameters give the same object
@@ -367,20 +440,12 @@ def register_rule(rule: R) -> R:
 
 
 MATCH = register_rule(
-    AcceptanceRule(
-        "match", "argmax", _match_stands, _match_follow, descend=_match_descend, recordable=True, same_text=True
-    )
+    AcceptanceRule("match", "argmax", is_own, own_token, pick_child=pick_own_child, recordable=True, same_text=True)
 )
 LEVIATHAN = register_rule(
-    AcceptanceRule(
-        "leviathan", "sample", _leviathan_stands, _leviathan_follow, descend=_leviathan_descend, recordable=True
-    )
+    AcceptanceRule("leviathan", "sample", passes_ratio, residual_token, pick_child=pick_by_ratio, recordable=True)
 )
-COUPLED = register_rule(
-    AcceptanceRule(
-        "coupled", "coupled", _match_stands, _match_follow, descend=_match_descend, recordable=True, same_text=True
-    )
-)
+COUPLED = register_rule(replace(MATCH, name="coupled", proposal="coupled"))
 
 
 def find_rule(rule: Any) -> AcceptanceRule:

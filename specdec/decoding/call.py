@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from specdec.config import UNSET, GenerationSettings, as_list, plain_ids
 from specdec.decoding.acceptance import find_rule
-from specdec.decoding.engine import NOTHING, Engine
+from specdec.decoding.admission import NO_TEXT
+from specdec.decoding.engine import Engine
 from specdec.decoding.provenance import adapters, device_name, hash_ids, versions
 from specdec.decoding.result import Generation, Round
 from specdec.decoding.row import Row, StopRules
@@ -19,7 +20,7 @@ from specdec.decoding.validation import naming_processors
 from specdec.decoding.verification import Verifier
 from specdec.device.ambient import Steps
 from specdec.drafters import tree_makers
-from specdec.drafters.base import DraftContext, RowDrafter
+from specdec.drafters.base import DraftContext
 from specdec.drafters.chain import build_chain
 from specdec.drafters.costs import as_costs, costs_for
 from specdec.drafters.length import LengthController, automatic, unlimited
@@ -137,7 +138,7 @@ class Call:
         self.changed = [role for role, state in self.states.items() if decoder._kept_states.get(role) != state]
         drafters = dict(zip(decoder._kept_chain.labels, decoder._kept_chain.drafters, strict=True))
         if "draft" in self.changed:
-            drafters = {label: d for label, d in drafters.items() if d.name != "draft-model"}
+            drafters = {label: d for label, d in drafters.items() if not d.uses_draft_model}
         return None if "target" in self.changed else decoder._kept, drafters
 
     def _begin(self) -> None:
@@ -145,11 +146,12 @@ class Call:
         decoder.refresh()  # a generator begins when it is first advanced
         self._check_models()
         kept, previous = self._what_is_kept() if self.settings.keep_state else (None, {})
-        shapes = Shapes.choose(target.device, self.exact, target.pool.room(self.capacity))
+        columns = max((d.tree_nodes + 1 for d in self.drafters if d.makes_trees), default=0)
+        shapes = Shapes.choose(target.device, self.exact, target.pool.room(self.capacity), columns)
         context = DraftContext(
             self.batch, self.capacity, target.vocab_size, decoder.draft, decoder.tokenizer, decoder.draft_tokenizer,
             decoder.reader, previous,
-            shapes.verify_width - 1, separate=True,
+            shapes.verify_width - 1, separate=True, target=target,
         )  # fmt: skip
         longest = shapes.verify_width - 1
         drafters = [unlimited(d, longest) if a else d for d, a in zip(self.drafters, self.automatic, strict=True)]
@@ -174,7 +176,7 @@ class Call:
             record=self.record,
             top=self.top,
             logprobs=self.settings.output_logprobs,
-            watched=bool(chain.observers),
+            observed=chain.observed_layers,
         )
         self.engine = Engine(verifier, chain, self.rows, kept)
 
@@ -189,7 +191,7 @@ class Call:
         if decoder._kept is not None and decoder._kept_chain is not None:
             decoder.target.pool.give_back(decoder._kept.cache)
             decoder._kept_chain.close()
-        texts = [r.tokens.copy() if r is not None and r.error is None else NOTHING for r in engine.slots]
+        texts = [r.tokens.copy() if r is not None and r.error is None else NO_TEXT for r in engine.slots]
         decoder._kept, decoder._kept_chain = KeptRows(engine.cache, texts), engine.chain
         decoder._kept_states = self.states
 
@@ -245,8 +247,8 @@ class Call:
             "chat_templates": self.templates,
             "seed": self.settings.seed,
             "settings": {**self.settings.to_dict(), "acceptance": self.rule.name},
-            "strategies": [{"name": d.name, **getattr(d, "parameters", dict)()} for d in self.drafters],
-            "shared_state": [d.name for d in self.drafters if getattr(d, "shares_state", False)],
+            "strategies": [{"name": d.name, **d.parameters()} for d in self.drafters],
+            "shared_state": [d.name for d in self.drafters if d.shares_state],
             "draft_length": ["auto" if a else "given" for a in self.automatic],
             "costs": None if self.costs is None else self.costs.to_dict(),
             "exact": self.exact,
@@ -264,7 +266,7 @@ def _of_no_use(name: str, tally: Tally, drafter: Any) -> str:
         "(the right checkpoint, trained, in a dtype that keeps it whole) and at the temperature; "
         "specdec.research.traces.monitor tells causes apart."
     )
-    if isinstance(drafter, RowDrafter):
+    if not drafter.runs_a_model:
         hint = 'This text repeats little: leave the strategy out, or let draft_length="auto" pass it over.'
     return (
         f"strategy {name!r} contributes nothing: {tally.accepted_tokens} of {tally.draft_tokens} drafted tokens were "

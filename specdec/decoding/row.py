@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from specdec.drafters.base import Draft, RowSampling
-from specdec.models.trees import shape_of
+from specdec.models.trees import MISSING, depths_of
 from specdec.stats import RoundRecord
 
 
@@ -43,6 +43,30 @@ class StopRules:
         return text
 
 
+@dataclass(frozen=True)
+class RowVerdict:
+    """What a pass has decided about one row's draft.
+
+    path: the accepted tokens by their place in the draft, from the newest token on
+    tokens: ids to emit: the accepted ones and, unless the draft continues or the row fails, the token after them
+    status: "closed": the round ends; "continues": all of this chunk was accepted and more of the draft is left;
+        "failed": the target's scores after the accepted tokens are no distribution
+    total: tokens of the whole draft
+    tested: those of them that this pass tested
+    """
+
+    path: list[int]
+    tokens: list[int]
+    status: Literal["closed", "continues", "failed"]
+    total: int
+    tested: int
+
+    @property
+    def bonus(self) -> int | None:
+        """The token after the accepted ones: a residual's or the bonus token."""
+        return self.tokens[-1] if len(self.tokens) > len(self.path) else None
+
+
 @dataclass
 class Row:
     """A prompt on its way to becoming a result. `ids` holds prompt and output; `size` is how much of it is real."""
@@ -59,17 +83,18 @@ class Row:
     logprobs: list[float] = field(default_factory=list)
     origins: list[str | None] = field(default_factory=list)
     processors: Any = None
-    sampling: RowSampling | None = None  # how its tokens are drawn, as drafters are told
+    sampling: RowSampling | None = None  # how its tokens are sampled, as drafters are told
     known: Tensor | None = None  # the ids on the device, for text-reading processors
     alone: bool = True  # whether the prompt was computed in passes of its own
     # The open round: what is left of its draft, the row's size when it began, and what it has drafted and accepted so
-    # far; of a tree, which nodes, and which do not exist.
+    # far; of a tree its parents, the accepted nodes, and those that do not exist.
     pending: Draft | None = None
     begun: int = 0
     strategy: str | None = None
     drafted: int = 0
     accepted: int = 0
     path: Sequence[int] = ()
+    parents: list[int] | None = None
     missing: set[int] = field(default_factory=set)
     rounds: int = 0  # rounds opened, the counter that makes draft noise fresh
 
@@ -143,23 +168,38 @@ class Row:
         self.finish_reason, self.error = reason, message
 
     def open_round(self, draft: Draft) -> None:
+        """A round begins with this draft."""
         self.pending = draft
         self.strategy = draft.drafter or None
-        self.begun, self.drafted, self.accepted, self.path = self.size, 0, 0, ()
+        self.begun, self.drafted, self.accepted, self.path, self.parents = self.size, 0, 0, (), None
         self.rounds += 1
+
+    def note(self, verdict: RowVerdict, parents: list[int] | None, ids: Sequence[int]) -> bool:
+        """Take down what a pass has decided about the open round; of a tree also its parents and its ids. Returns
+        whether this is the first the host hears of a draft's length."""
+        self.parents = parents
+        self.missing = {n for n in range(verdict.tested) if ids[n] == MISSING} if parents is not None else set()
+        drafted = verdict.total - len(self.missing)
+        first = self.drafted == 0 and drafted > 0
+        if first:
+            self.drafted = drafted
+        self.accepted += len(verdict.path)
+        self.path = verdict.path
+        return first
 
     def close_round(self) -> None:
         """Record what the open round has emitted, wherever in it a stop or a failure fell; a round that has emitted
-        nothing is none. What was drafted behind the end of the text does not count (stats.py)."""
+        nothing is none. What was drafted after the end of the text does not count (stats.py)."""
         emitted = self.size - self.begun
         own = emitted > self.accepted
         self.accepted = min(self.accepted, emitted)
         levels, exhausted = None, False
-        if self.pending is not None and self.pending.parents is not None:
-            shape = shape_of(tuple(self.pending.parents))
-            levels = shape.levels if own else self.accepted
-            exhausted = own and shape.is_leaf(self.path[-1] + 1 if self.path else 0)
-            self.drafted = self.drafted if own else len(set(shape.nodes(levels)) - self.missing)
+        if self.parents is not None:
+            depths = depths_of(self.parents)
+            levels = max(depths, default=0) if own else self.accepted
+            exhausted = own and (self.path[-1] if self.path else -1) not in self.parents
+            if not own:
+                self.drafted = sum(d <= levels and n not in self.missing for n, d in enumerate(depths))
         elif not own:
             self.drafted = self.accepted
         if emitted > 0:

@@ -82,7 +82,7 @@ class Passes:
         rows = [(b, Row(b, [TOKEN] * (context + 1), b, stops)) for b in range(self.batch)]
         for _, row in rows:
             row.open_round(Draft([TOKEN] * (min(width, verifier.shapes.verify_width) - 1)))
-        return _seconds(self.target, lambda: verifier.read(verifier.launch(rows)))
+        return _seconds(self.target, lambda: verifier.launch(rows).read())
 
     def draft(self, context: int, behind: int, steps: int) -> float:
         """Seconds of a draft of `steps` tokens by a draft model that has not seen the newest `behind` of the text."""

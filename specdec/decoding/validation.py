@@ -69,7 +69,7 @@ def check_generation(options: Mapping[str, Any]) -> GenerationSettings:
 def check_chain(strategies: Sequence[Any], has_draft: bool, settings: GenerationSettings) -> None:
     """A chain with the options of its calls. Raises SpecdecError where they do not go together, whatever the models."""
     drafters = make_drafters(list(strategies), has_draft)
-    if not has_draft and any(d.name == "draft-model" for d in drafters):
+    if not has_draft and any(d.uses_draft_model for d in drafters):
         raise SpecdecError("strategy 'draft-model' needs a draft model, and the pair has none")
     trees = tree_makers(drafters)
     if trees and settings.exact is True:

@@ -1,11 +1,12 @@
-"""The target's pass over [newest token, draft ...] of every row, with the acceptance behind it: one program.
+"""Steps 2 and 3 of a round, on the device: the target's pass over [newest token, draft ...], and acceptance.
 
-Data flow: the drafts of all rows, host lists or tensors, become one matrix of ids; what the host knows of the rows
-travels in one transfer. The *program* takes these to everything the host will read, packed: the pass, the scores, the
-acceptance rule, and what records ask for. It computes from tensors alone, so it is recorded and replayed as a whole
-where the runner replays passes (device/graphs.py). Then there is one host read.
+Data flow: a `PassPlan` says what the host knows of the pass; the drafts of all rows, host lists or tensors, become one
+table of ids (`VerifyInputs`), and what the host knows of the rows travels in the same transfer. `verify` takes these to
+everything the host will read: the pass, the scores, the acceptance rule, and what records ask for. It computes from
+tensors alone, so it is recorded as a whole and replayed where the runner replays passes (device/graphs.py), under a
+`VerifyKey` that names all that is fixed in it. Then there is one host read: `PendingResult.read() -> VerifyResult`.
 
-Processors that read the text are called on the host and a user's rule may do anything: there the program just runs,
+Processors that read the text are called on the host and a user's rule may do anything: there the function just runs,
 and only the pass in it is replayed.
 """
 
@@ -19,62 +20,119 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.decoding.acceptance import AcceptanceRule, Block, Verdict, judge
+from specdec.decoding.acceptance import UNSOUND, AcceptanceRule, Block, Verdict, judge
 from specdec.decoding.probe import Probe
-from specdec.decoding.row import Row
+from specdec.decoding.row import Row, RowVerdict
 from specdec.device.buffers import Buffers
-from specdec.device.host_read import Arriving, Form, HostReader, Packed
+from specdec.device.host_read import Arriving, HostReader, Packed
 from specdec.device.transfer import array_on, moved
 from specdec.drafters.base import Draft
 from specdec.errors import SpecdecError
 from specdec.models.kv_cache import RaggedCache
 from specdec.models.passes import PassInputs, PassKey
 from specdec.models.runner import PassOutput, Runner, Shapes
-from specdec.models.trees import (
-    MISSING,
-    Parents,
-    Shape,
-    TreeLayout,
-    TreePass,
-    chain_parents,
-    shape_of,
-    siblings,
-    tree_pass,
-)
+from specdec.models.trees import MISSING, Tree, TreePass, chain_parents, depths_of, most_children, path_to
 from specdec.sampling.sampling import History, Sampling
 
-# Columns of `VerifyInputs.table`; the drafts follow.
-STARTS, COUNTS, LAST, KEYS, POSITIONS, DONE, TOTALS, CLAIMS, DRAFT = range(9)
-NOTHING = (False, 0, False)  # `VerifyKey.recorded` of a call that records nothing
+# Columns of `VerifyInputs.table`; S drafted ids follow, and with trees S parents.
+STARTS, COUNTS, LAST, KEYS, POSITIONS, DONE, TOTALS, HAS_Q, LIMITS, DRAFT = range(10)
+NO_RECORD = (False, 0, False)  # `VerifyKey.recorded` of a call that records nothing
+
+
+# -- what comes back ---------------------------------------------------------------------------------------------------
 
 
 @dataclass
-class Facts:
-    """What the one host read of a pass brings back, as lists over the slots."""
+class VerifyResult:
+    """What the one host read of a pass brings back, as lists over the slots.
+
+    accepted, token, failed, unsound: as in `Verdict`
+    totals: tokens of the whole draft
+    draft: drafted ids, `MISSING` for a node of a tree that does not exist
+    path, parents: with trees only, the accepted nodes and the trees' parents
+    logprobs, p, q, details: what was asked to be recorded
+    """
 
     accepted: list[int]
     token: list[int]
     failed: list[int]
-    totals: list[int]  # proposed tokens of the whole draft
-    draft: list[list[int]]  # MISSING: a node of a tree that does not exist
+    totals: list[int]
+    draft: list[list[int]]
     unsound: list[int]
-    path: list[list[int]] | None = None  # of a pass with trees: the nodes that stand
+    path: list[list[int]] | None = None
+    parents: list[list[int]] | None = None
     logprobs: list[list[float]] | None = None
     p: list[list[float]] | None = None
     q: list[list[float]] | None = None
-    details: list[Any] = field(default_factory=list)  # of details.Probe
+    details: list[Any] = field(default_factory=list)  # of probe.Probe
+    limit: int = 0  # most tokens that the pass tests in a row
+
+    def parents_of(self, slot: int, draft: Draft) -> list[int] | None:
+        """The parents of the row's tree, as far as it was verified; None for a chain."""
+        if draft.parents is None or self.parents is None:
+            return None
+        return self.parents[slot][: min(len(draft), self.limit)]
+
+    def verdict(self, slot: int, strategy: str) -> RowVerdict:
+        """What was decided about the row in a slot. Raises SpecdecError for a draft that breaks the protocol."""
+        if self.unsound[slot]:
+            raise SpecdecError(f"strategy {strategy!r} {UNSOUND[self.unsound[slot]]}")
+        accepted, tested = self.accepted[slot], min(self.totals[slot], self.limit)
+        path = list(range(accepted)) if self.path is None else self.path[slot][:accepted]
+        tokens = [self.draft[slot][n] for n in path]
+        if self.failed[slot]:
+            return RowVerdict(path, tokens, "failed", self.totals[slot], tested)
+        if accepted == tested == self.limit:
+            return RowVerdict(path, tokens, "continues", self.totals[slot], tested)
+        return RowVerdict(path, [*tokens, self.token[slot]], "closed", self.totals[slot], tested)
+
+
+@dataclass
+class PendingResult:
+    """A verify pass on its way.
+
+    on_device: what the host will read, still on the device
+    arriving: the same on its way to the host
+    reader, limit: how it is read
+    output: for drafters that observe the target, what these see
+    """
+
+    on_device: Packed
+    arriving: Arriving
+    reader: HostReader
+    limit: int
+    output: PassOutput | None = None
+
+    def read(self) -> VerifyResult:
+        """Wait for the one host read of the pass."""
+        values = self.reader.fetch_named(self.arriving)
+        details = [values.pop(name) for name in list(values) if name.startswith("details")]
+        return VerifyResult(**values, details=details, limit=self.limit)
+
+
+# -- what goes in ------------------------------------------------------------------------------------------------------
 
 
 class VerifyKey(NamedTuple):
-    """What is fixed in a program: the pass, the rule and the scores' pipeline, whether all drafts claim a q, and what
-    is recorded."""
+    """What is fixed in a recorded verify pass.
+
+    given: the pass itself
+    limit: most tokens tested in a row
+    vocab_size: the target's
+    rule, sampling: the acceptance rule, and the signature of the scores' pipeline
+    all_have_q: all drafts have a q
+    levels, siblings: bounds of the trees; 0 = chains only
+    recorded: p and q, how many best tokens in details, log-probabilities
+    """
 
     given: PassKey
     limit: int
     vocab_size: int
     rule: AcceptanceRule
     sampling: Any
-    all_claim: bool
+    all_have_q: bool
+    levels: int
+    siblings: int
     recorded: tuple[bool, int, bool]
 
     @property
@@ -82,51 +140,72 @@ class VerifyKey(NamedTuple):
         return 1
 
     @property
-    def rare(self) -> bool:
+    def is_prefill(self) -> bool:
         return False
 
 
 @dataclass(frozen=True)
 class VerifyInputs(Buffers):
-    """table [B, 8 + S]: STARTS ... CLAIMS, and drafted ids as proposed, column s tested by the s-th law; q [B, S, V];
-    the trees of the pass, and as acceptance sees them."""
+    """table [B, DRAFT + S], or with trees [B, DRAFT + 2 S]: STARTS ... LIMITS, the drafted ids as proposed, and the
+    trees' parents; q [B, S, V]: column s is the distribution that drafted token s was sampled from."""
 
     table: Tensor
     q: Tensor | None = None
-    tree: TreePass | None = None
-    layout: TreeLayout | None = None
 
 
 @dataclass(frozen=True)
 class Verified(Buffers):
-    """What a program returns. names: what is in `packed`; fed, logits and hidden, for drafters that learn from the
-    target, are None if there are none."""
+    """What `verify` returns: what the host will read, and for drafters that observe the target also what was fed, the
+    logits and the hidden states."""
 
     packed: Packed
-    names: tuple[str, ...]
     fed: Tensor | None = None
     logits: Tensor | None = None
     hidden: tuple[Tensor, ...] | None = None
-
-    def on_device(self, name: str) -> Tensor:
-        """A field of `Facts`, before the host has read it."""
-        return self.packed.part(self.names.index(name))
+    where: TreePass | None = None
 
 
-@dataclass
-class Launched:
-    """A verify pass on its way: what it leaves on the device, what the host will read of it, and, for drafters that
-    watch the target, what these see."""
+@dataclass(frozen=True)
+class PassPlan:
+    """The shape of a verify pass, as far as the host knows it.
 
-    verified: Verified
-    arriving: Arriving
-    output: PassOutput | None = None
+    rows: the active rows by slot
+    drafts: their drafts by slot
+    starts [B]: slot of each row's newest token
+    counts [B]: tokens that the pass feeds, 0 for a row that takes no part
+    width: columns of the pass
+    levels, siblings: bounds of the trees; 0 = chains only
+    q: the drafts that have one, by slot
+    """
+
+    rows: Sequence[tuple[int, Row]]
+    drafts: Mapping[int, Draft]
+    starts: list[int]
+    counts: list[int]
+    width: int
+    levels: int
+    siblings: int
+    q: Mapping[int, Tensor]
+
+    @property
+    def has_trees(self) -> bool:
+        return self.levels > 0
+
+    @property
+    def reach(self) -> int:
+        """The first slot of the cache that no row needs."""
+        return max(s + c for s, c in zip(self.starts, self.counts, strict=True))
 
 
 @dataclass
 class Verifier:
-    """The verify passes of one call; `passes` counts them. record: also p and q at drafted tokens; top > 0: and with
-    details, of so many best tokens a position; watched: logits and hidden states are wanted."""
+    """The verify passes of one call; `passes` counts them.
+
+    record: read p and q at drafted tokens as well
+    top: with `record`, read details with so many best tokens a position
+    logprobs: read the log-probability of each emitted token
+    observed: hidden states that drafters observe; None = none, empty = all
+    """
 
     runner: Runner
     cache: RaggedCache
@@ -139,102 +218,100 @@ class Verifier:
     record: bool = False
     top: int = 0
     logprobs: bool = False
-    watched: bool = False
+    observed: tuple[int, ...] | None = None
     passes: int = 0
 
-    def launch(self, active: Sequence[tuple[int, Row]]) -> Launched:
+    def launch(self, active: Sequence[tuple[int, Row]]) -> PendingResult:
         """Verify what the rows of `active` have pending, without waiting for it."""
-        limit, device = self.shapes.verify_width, self.runner.device
+        plan = self.plan(active)
+        inputs = VerifyInputs(self._table(plan), self._q(plan))
+        verified = self._run(plan, self._key(plan), inputs)
+        self.passes += 1
+        pending = PendingResult(
+            verified.packed, Arriving.of(verified.packed), self.reader, self.shapes.verify_width
+        )  # fmt: skip
+        if verified.logits is not None and verified.fed is not None:
+            pending.output = PassOutput(
+                verified.logits, verified.fed, plan.starts, plan.counts, 0, verified.hidden, verified.where,
+                self.observed or (),
+            )  # fmt: skip
+        return pending
+
+    def plan(self, active: Sequence[tuple[int, Row]]) -> PassPlan:
+        """The shape of the pass that verifies what the rows have pending."""
+        limit = self.shapes.verify_width
         drafts = {b: row.pending for b, row in active if row.pending is not None}
         counts = [1 + min(len(drafts[b]), limit - 1) if b in drafts else 0 for b in range(self.batch)]
         starts = [0] * self.batch
         for b, row in active:
             starts[b] = row.size - 1
-        width = self.shapes.width(max(counts))
-        trees, tree, layout = self._trees(drafts), None, None
-        if trees is not None:
-            tree = tree_pass(trees, [range(count) for count in counts], width, starts, device)
-            layout = TreeLayout.of(trees, width, device, self._rounded(siblings(trees)))
-        claims = self._claims(drafts)
-        table = self._table(active, drafts, starts, counts, claims, width)
-        reach = max(s + (c if tree is None else tree.region) for s, c in zip(starts, counts, strict=True))
-        given, tree = self.runner.key(self.cache, self.shapes, width, reach, tree, hidden=self.watched)
-        q = self._laws(claims, width)
-        all_claim = q is not None and len(claims) == sum(len(d) > 0 for d in drafts.values())
-        key = VerifyKey(
-            given, limit, self.vocab_size, self.rule, self.sampling.signature, all_claim,
-            (self.record, self.top, self.logprobs),
-        )  # fmt: skip
-        inputs = VerifyInputs(table, q, tree, layout)
-        self.passes += 1
-        verified = self._run(key, inputs, active, counts, trees)
-        launched = Launched(verified, Arriving.of(verified.packed))
-        if verified.logits is not None and verified.fed is not None:
-            launched.output = PassOutput(verified.logits, verified.fed, starts, counts, 0, verified.hidden, tree)
-        return launched
-
-    def read(self, launched: Launched) -> Facts:
-        """The one host read of a pass."""
-        names = launched.verified.names
-        values = dict(zip(names, self.reader.fetch(launched.arriving), strict=True))
-        details = [values.pop(name) for name in names if name.startswith("details")]
-        return Facts(**values, details=details)
-
-    def _run(
-        self, key: VerifyKey, inputs: VerifyInputs, active: Sequence[tuple[int, Row]], counts: Sequence[int],
-        trees: Sequence[Shape] | None,
-    ) -> Verified:  # fmt: skip
-        runner, cache, sampling = self.runner, self.cache, self.sampling
-
-        def program(inputs: VerifyInputs) -> Verified:
-            return verify(runner, cache, sampling, key, inputs)
-
-        if sampling.row_processors is not None:
-            return verify(runner, cache, sampling, key, inputs, self._texts(active, counts, trees))
-        if not self.rule.recordable or sampling.signature is None:
-            return program(inputs)
-        return runner.run(cache, key, inputs, program)
-
-    # -- what goes in ----------------------------------------------------------------------------------------------
-
-    def _trees(self, drafts: Mapping[int, Draft]) -> list[Shape] | None:
-        """The shape of every row's draft, chains as trees; None when no row has a tree."""
-        if all(draft.parents is None for draft in drafts.values()):
-            return None
-        limit = self.shapes.verify_width
-        parents: list[Parents] = [()] * self.batch
-        for b, draft in drafts.items():
-            chain = chain_parents(min(len(draft), limit))
-            parents[b] = chain if draft.parents is None else tuple(draft.parents)
-        return [shape_of(p) for p in parents]
+        levels = siblings = 0
+        if any(draft.parents is not None for draft in drafts.values()):
+            bounds = [_bounds(draft, limit) for draft in drafts.values()]
+            levels, siblings = (self._rounded(max(1, *found)) for found in zip(*bounds, (0, 0), strict=True))
+        return PassPlan(
+            active, drafts, starts, counts, self.shapes.width(max(counts)), levels, siblings, self._checked_q(drafts)
+        )
 
     def _rounded(self, size: int) -> int:
         """A size of the pass's trees; where passes are recorded one of a short list, so that few are."""
         return size if self.cache.graphs is None else self.shapes.width(size)
 
-    def _table(
-        self, active: Sequence[tuple[int, Row]], drafts: Mapping[int, Draft], starts: Sequence[int],
-        counts: Sequence[int], claims: Mapping[int, Tensor], width: int,
-    ) -> Tensor:  # fmt: skip
+    def _key(self, plan: PassPlan) -> VerifyKey:
+        region = plan.width if plan.has_trees else 0
+        given = self.runner.key(self.cache, self.shapes, plan.width, plan.reach, region)
+        drafted = sum(len(draft) > 0 for draft in plan.drafts.values())
+        return VerifyKey(
+            given=given._replace(observed=self.observed),
+            limit=self.shapes.verify_width,
+            vocab_size=self.vocab_size,
+            rule=self.rule,
+            sampling=self.sampling.signature,
+            all_have_q=bool(plan.q) and len(plan.q) == drafted,
+            levels=plan.levels,
+            siblings=plan.siblings,
+            recorded=(self.record, self.top, self.logprobs),
+        )
+
+    def _run(self, plan: PassPlan, key: VerifyKey, inputs: VerifyInputs) -> Verified:
+        runner, cache, sampling = self.runner, self.cache, self.sampling
+
+        def function(inputs: VerifyInputs) -> Verified:
+            return verify(runner, cache, sampling, key, inputs)
+
+        if sampling.row_processors is not None:
+            return verify(runner, cache, sampling, key, inputs, self._texts(plan))
+        if not self.rule.recordable or sampling.signature is None:
+            return function(inputs)
+        return runner.run(cache, key, inputs, function)
+
+    def _table(self, plan: PassPlan) -> Tensor:
         """`VerifyInputs.table`: what the host knows in one transfer, then what only the device knows."""
+        width, limit = plan.width, self.shapes.verify_width
         host = np.zeros((self.batch, DRAFT + width), dtype=np.int64)
-        host[:, STARTS], host[:, COUNTS] = starts, counts
-        for b, row in active:
+        parents = np.full((self.batch, width if plan.has_trees else 0), -1, dtype=np.int64)
+        host[:, STARTS], host[:, COUNTS], host[:, LIMITS] = plan.starts, plan.counts, limit
+        for b, row in plan.rows:
             host[b, LAST:TOTALS] = row.last, row.key, row.size, row.accepted
-        on_device: dict[int, Tensor] = {}
-        unread: dict[int, Tensor] = {}
-        for b, draft in drafts.items():
-            host[b, TOTALS:DRAFT] = len(draft), b in claims
+        late: dict[int, dict[int, Tensor]] = {DRAFT: {}, TOTALS: {}, DRAFT + width: {}}  # by column: on the device
+        for b, draft in plan.drafts.items():
+            host[b, TOTALS : HAS_Q + 1] = len(draft), b in plan.q
             if isinstance(draft.tokens, Tensor):
-                on_device[b] = draft.tokens if len(draft) <= width else draft.tokens[:width]
+                late[DRAFT][b] = draft.tokens if len(draft) <= width else draft.tokens[:width]
             else:
                 listed = self._checked(draft)[:width]
                 host[b, DRAFT : DRAFT + len(listed)] = listed
             if draft.length is not None:
-                unread[b] = draft.length[None]
-        table = array_on(host, self.runner.device)
-        put_rows(table, on_device, DRAFT)
-        put_rows(table, unread, TOTALS)
+                late[TOTALS][b] = draft.length[None]
+            if isinstance(draft.parents, Tensor):
+                late[DRAFT + width][b] = draft.parents[:width]
+                host[b, LIMITS] = draft.levels
+            elif plan.has_trees:
+                listed = list(chain_parents(len(draft)) if draft.parents is None else draft.parents)[:width]
+                parents[b, : len(listed)] = listed
+        table = array_on(np.concatenate([host, parents], axis=1), self.runner.device)
+        for column, rows in late.items():
+            put_rows(table, rows, column)
         return table
 
     def _checked(self, draft: Draft) -> list[int]:
@@ -243,89 +320,129 @@ class Verifier:
             raise SpecdecError(f"strategy {draft.drafter!r} proposed an id outside the target's vocabulary: {ids}")
         return ids
 
-    def _claims(self, drafts: Mapping[int, Draft]) -> dict[int, Tensor]:
-        """The laws of the drafts that claim one, row by row."""
-        claims = {b: d.q for b, d in drafts.items() if d.q is not None and len(d) > 0}
-        for b, law in claims.items():
-            if law.shape[-1] != self.vocab_size:
-                wide, name = law.shape[-1], drafts[b].drafter
+    def _checked_q(self, drafts: Mapping[int, Draft]) -> dict[int, Tensor]:
+        """q of the drafts that have one, by slot."""
+        found = {b: d.q for b, d in drafts.items() if d.q is not None and len(d) > 0}
+        for b, q in found.items():
+            if q.shape[-1] != self.vocab_size:
+                wide, name = q.shape[-1], drafts[b].drafter
                 raise SpecdecError(f"strategy {name!r} gave a q over {wide} ids, the target has {self.vocab_size}")
         # Under coupled q is for the records alone: acceptance compares tokens.
-        return {} if self.rule.proposal == "coupled" and not self.record else claims
+        return {} if self.rule.proposal == "coupled" and not self.record else found
 
-    def _laws(self, claims: Mapping[int, Tensor], width: int) -> Tensor | None:
-        """q [B, S, V] aligned with the scores; None where no row claims any."""
-        if not claims:
+    def _q(self, plan: PassPlan) -> Tensor | None:
+        """q [B, S, V] aligned with the scores; None where no row has one."""
+        if not plan.q:
             return None
-        q = torch.zeros((self.batch, width, self.vocab_size), dtype=torch.float32, device=self.runner.device)
-        put_rows(q, {b: law[:width] for b, law in claims.items()})
+        shape = (self.batch, plan.width, self.vocab_size)
+        q = torch.zeros(shape, dtype=torch.float32, device=self.runner.device)
+        put_rows(q, {b: rows[: plan.width] for b, rows in plan.q.items()})
         return q
 
-    def _texts(
-        self, active: Sequence[tuple[int, Row]], counts: Sequence[int], trees: Sequence[Shape] | None
-    ) -> History:
+    def _texts(self, plan: PassPlan) -> History:
         """What text-reading processors see, but for the ids that the pass feeds."""
         known: list[Tensor | None] = [None] * self.batch
         processors: list[Any] = [None] * self.batch
-        for b, row in active:
+        for b, row in plan.rows:
             assert row.known is not None
             known[b], processors[b] = row.known[:-1], row.processors
-        paths = None
-        if trees is not None:
-            paths = [[shape.path(s) for s in range(count)] for shape, count in zip(trees, counts, strict=True)]
-        return History(known, torch.zeros(0), processors, counts, paths)
+        paths = [self._paths(plan, b) for b in range(self.batch)] if plan.has_trees else None
+        return History(known, torch.zeros(0), processors, plan.counts, paths)
+
+    def _paths(self, plan: PassPlan, slot: int) -> list[list[int]]:
+        """For each column that a row feeds, the columns from the newest token to it."""
+        if slot not in plan.drafts:
+            return [[0]][: plan.counts[slot]]
+        draft = plan.drafts[slot]
+        parents: Any = chain_parents(len(draft)) if draft.parents is None else draft.parents
+        if isinstance(parents, Tensor):  # processors are called on the host, so it must know whose text they read
+            parents = self.reader.read(parents)[0]
+        nodes = range(plan.counts[slot] - 1)
+        return [[0], *([0, *(n + 1 for n in path_to(parents, node))] for node in nodes)]
+
+
+def _bounds(draft: Draft, limit: int) -> tuple[int, int]:
+    """(levels, most children of a node) of what a pass verifies of a draft."""
+    if draft.parents is None:
+        return min(len(draft), limit), 1
+    if isinstance(draft.parents, Tensor):
+        return draft.levels, draft.siblings or len(draft)
+    return max(depths_of(draft.parents), default=0), most_children(draft.parents)
+
+
+# -- on the device -----------------------------------------------------------------------------------------------------
 
 
 def verify(
     runner: Runner, cache: RaggedCache, sampling: Sampling, key: VerifyKey, inputs: VerifyInputs,
     texts: History | None = None,
 ) -> Verified:  # fmt: skip
-    """The program: from tensors alone, unless `texts` (completed here by the fed ids) names processors to call."""
+    """The pass and the acceptance after it, from tensors alone, unless `texts` (completed here by the fed ids) names
+    processors to call."""
     fed, draft, outside = runner.part(_fed)(inputs.table, key.vocab_size, key.given.width)
-    out = runner.forward(cache, key.given, PassInputs(fed, inputs.table[:, :LAST].T, inputs.tree))
+    tree, where = _trees(key, inputs.table)
+    out = runner.forward(cache, key.given, PassInputs(fed, inputs.table[:, :LAST].T, where))
     if texts is not None:
         texts.fed = fed
     # Compiled only where it computes nothing with the scores but to compare them: sums would round differently.
     lossless = key.rule.recordable and not key.rule.lossy
-    compares = sampling.greedy and lossless and key.recorded == NOTHING and inputs.layout is None
-    judged = runner.part(_judged) if compares and texts is None else _judged
-    flat, names, forms = judged(
-        out.logits, inputs.table, draft, outside, inputs.q, inputs.layout, key, sampling, texts
-    )  # fmt: skip
-    seen = (fed, out.logits, out.hidden) if key.given.hidden else ()
-    return Verified(Packed(flat, forms), names, *seen)
+    compares = sampling.greedy and lossless and key.recorded == NO_RECORD and tree is None
+    decide = runner.part(_decide) if compares and texts is None else _decide
+    flat, names, forms = decide(out.logits, inputs, draft, outside, tree, key, sampling, texts)
+    seen = (fed, out.logits, out.hidden, where) if key.given.observed is not None else ()
+    return Verified(Packed(flat, names, forms), *seen)
 
 
 def _fed(table: Tensor, vocab_size: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
     """The ids of the pass [B, width], the drafted ids [B, S], 0 where the target lacks one, and where it does."""
-    draft = table[:, DRAFT:]
+    draft = table[:, DRAFT : DRAFT + width]
     outside = (draft < 0) | (draft >= vocab_size)
     draft = draft.masked_fill(outside, 0)
     return torch.cat([table[:, LAST, None], draft[:, : width - 1]], dim=1), draft, outside
 
 
-def _judged(
-    logits: Tensor, table: Tensor, draft: Tensor, outside: Tensor, q: Tensor | None, layout: TreeLayout | None,
-    key: VerifyKey, sampling: Sampling, texts: History | None,
-) -> tuple[Tensor, tuple[str, ...], tuple[Form, ...]]:  # fmt: skip
-    """From the pass's logits to what the host will read: `Packed`, in parts, and the names of what is in it."""
-    numbers = table[:, :DRAFT].T
-    totals = numbers[TOTALS]
-    missing = None if layout is None else table[:, DRAFT:] == MISSING
+def _trees(key: VerifyKey, table: Tensor) -> tuple[Tree | None, TreePass | None]:
+    """The rows' trees, and where the pass puts their tokens."""
+    if not key.levels:
+        return None, None
+    parents = table[:, DRAFT + key.given.width :]
+    tree = Tree.of(parents, key.levels, key.siblings, table[:, LIMITS])
+    return tree, TreePass.of(tree, table[:, STARTS], table[:, COUNTS])
+
+
+def _decide(
+    logits: Tensor, inputs: VerifyInputs, draft: Tensor, outside: Tensor, tree: Tree | None, key: VerifyKey,
+    sampling: Sampling, texts: History | None,
+) -> tuple[Tensor, tuple[str, ...], tuple[Any, ...]]:  # fmt: skip
+    """From the pass's logits to what the host will read: the fields of `Packed`."""
+    q, numbers = inputs.q, inputs.table[:, :DRAFT].T
+    totals, missing = numbers[TOTALS], None
+    if tree is not None:
+        missing = inputs.table[:, DRAFT : DRAFT + key.given.width] == MISSING
+        outside = outside & ~missing
     block = Block(
-        scores=sampling.scores(logits[..., : key.vocab_size], texts), draft=draft,
-        lengths=totals.clamp(max=key.limit), final=totals < key.limit, keys=numbers[KEYS],
-        positions=numbers[POSITIONS], sampling=sampling, q=q, has_q=None if q is None else numbers[CLAIMS] > 0,
-        all_claim=key.all_claim, totals=totals, tree=layout, done=numbers[DONE],
-        outside=outside if missing is None else outside & ~missing, missing=missing,
-    )  # fmt: skip
-    wanted = _wanted(block, judge(block, key.rule), key)
-    packed = Packed.of(list(wanted.values()))
-    return packed.flat, tuple(wanted), packed.forms
+        scores=sampling.scores(logits[..., : key.vocab_size], texts),
+        draft=draft,
+        lengths=totals.clamp(max=key.limit),
+        final=totals < key.limit,
+        totals=totals,
+        keys=numbers[KEYS],
+        positions=numbers[POSITIONS],
+        sampling=sampling,
+        q=q,
+        has_q=None if q is None else numbers[HAS_Q] > 0,
+        all_have_q=key.all_have_q,
+        tree=tree,
+        done=numbers[DONE],
+        outside=outside,
+        missing=missing,
+    )
+    packed = Packed.of(_wanted(block, judge(block, key.rule), key))
+    return packed.flat, packed.names, packed.forms
 
 
 def _wanted(block: Block, verdict: Verdict, key: VerifyKey) -> dict[str, Tensor]:
-    """The fields of `Facts`, each with the slots first."""
+    """The fields of `VerifyResult`, each with the slots first."""
     record, top, logprobs = key.recorded
     assert verdict.unsound is not None
     wanted = {
@@ -334,8 +451,8 @@ def _wanted(block: Block, verdict: Verdict, key: VerifyKey) -> dict[str, Tensor]
         "unsound": verdict.unsound,
     }  # fmt: skip
     rows = torch.arange(len(block.draft), device=block.draft.device)[:, None]
-    if verdict.path is not None:
-        wanted["path"] = verdict.path
+    if verdict.path is not None and block.tree is not None:
+        wanted |= {"path": verdict.path, "parents": block.tree.parents}
     if logprobs:
         emitted, columns = verdict.emitted(block.draft)
         wanted["logprobs"] = torch.log_softmax(block.scores, dim=-1)[rows, columns, emitted]

@@ -35,7 +35,7 @@ from specdec.errors import SpecdecError
 
 MODES = ("off", "graph", "inductor", "max")
 # A graph of a large model takes some megabytes beside its pool, and prompts of many lengths would make many.
-RARE_LIMIT = 64
+PREFILL_LIMIT = 64
 
 log = logging.getLogger("specdec")
 _recording = threading.Lock()
@@ -70,8 +70,8 @@ class Key(Protocol):
         """Passes of the model in it."""
 
     @property
-    def rare(self) -> bool:
-        """Whether it is recorded only when it occurs for the second time."""
+    def is_prefill(self) -> bool:
+        """Whether it is prefill, which is recorded only when it occurs for the second time."""
 
 
 I = TypeVar("I", bound=Buffers)  # noqa: E741
@@ -181,13 +181,13 @@ class Graphs:
 
     def run(self, known: dict[Hashable, Any], key: Key, inputs: I, compute: Callable[[I], R]) -> R:
         """Replay the program of `key` for inputs of this signature in `known`, the cache's own; record it first where
-        it is new. A rare one is computed the first time: most of them never come again."""
+        it is new. Prefill is computed the first time: most prompts never come again."""
         kind = type(key).__name__
         if self.busy or kind in self.failures:
             return compute(inputs)
         place = (kind, inputs.signature()), key
         program: Recorded[I, R] | None = known.get(place)
-        if program is None and key.rare and (place not in known or _rare(known) >= RARE_LIMIT):
+        if program is None and key.is_prefill and (place not in known or _recorded_prefills(known) >= PREFILL_LIMIT):
             known[place] = None
             return compute(inputs)
         if program is None:
@@ -227,6 +227,6 @@ class Graphs:
         log.warning("%s %s cannot be recorded (%s)", self.name, how, reason)
 
 
-def _rare(known: dict[Any, Any]) -> int:
-    """How many rare programs are recorded."""
-    return sum(program is not None and key.rare for (_, key), program in known.items())
+def _recorded_prefills(known: dict[Any, Any]) -> int:
+    """How many passes of prefill are recorded."""
+    return sum(program is not None and key.is_prefill for (_, key), program in known.items())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,24 +19,31 @@ Form = tuple[tuple[int, ...], bool]
 
 @dataclass(frozen=True)
 class Packed(Buffers):
-    """Tensors on their way to the host: `flat` float64 [n], which holds token ids, lengths and float32 values exactly;
-    forms: each tensor's shape, and whether it is of floats."""
+    """Named tensors on their way to the host.
+
+    flat [n]: all of them as float64, which holds token ids, lengths and float32 values exactly
+    names: what each is called
+    forms: each one's shape, and whether it is of floats
+    """
 
     flat: Tensor
+    names: tuple[str, ...]
     forms: tuple[Form, ...]
 
-    def part(self, index: int) -> Tensor:
+    def __getitem__(self, name: str) -> Tensor:
         """One of the tensors again, still on the device."""
+        index = self.names.index(name)
         offset = sum(math.prod(shape) for shape, _ in self.forms[:index])
         shape, of_floats = self.forms[index]
         part = self.flat[offset : offset + math.prod(shape)].reshape(shape)
         return part if of_floats else part.to(torch.int64)
 
     @staticmethod
-    def of(tensors: Sequence[Tensor]) -> Packed:
-        home = tensors[0].device
-        flat = torch.cat([t.detach().to(home).reshape(-1).to(torch.float64) for t in tensors])
-        return Packed(flat, tuple((tuple(t.shape), t.is_floating_point()) for t in tensors))
+    def of(tensors: Mapping[str, Tensor]) -> Packed:
+        """Pack tensors under their names, on the device of the first."""
+        values = list(tensors.values())
+        flat = torch.cat([t.detach().to(values[0].device).reshape(-1).to(torch.float64) for t in values])
+        return Packed(flat, tuple(tensors), tuple((tuple(t.shape), t.is_floating_point()) for t in values))
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,7 @@ class Arriving:
     """Packed tensors on their way: `flat` on the host, to be looked at after `event`."""
 
     flat: Tensor
+    names: tuple[str, ...]
     forms: tuple[Form, ...]
     event: torch.cuda.Event | None = None
 
@@ -51,7 +59,7 @@ class Arriving:
     def of(packed: Packed) -> Arriving:
         """Start the transfer. What is launched behind it does not delay it."""
         flat, event = fetched(packed.flat)
-        return Arriving(flat, packed.forms, event)
+        return Arriving(flat, packed.names, packed.forms, event)
 
 
 class HostReader:
@@ -63,12 +71,16 @@ class HostReader:
     def read(self, *tensors: Tensor) -> list[Any]:
         """The tensors as nested lists of Python numbers, ints where the tensor was integral or boolean."""
         if tensors:
-            return self.fetch(Arriving.of(Packed.of(tensors)))
+            return self.fetch(Arriving.of(Packed.of({str(i): t for i, t in enumerate(tensors)})))
         self.count += 1
         return []
 
+    def fetch_named(self, arriving: Arriving) -> dict[str, Any]:
+        """The same of tensors that are on their way already, by their names."""
+        return dict(zip(arriving.names, self.fetch(arriving), strict=True))
+
     def fetch(self, arriving: Arriving) -> list[Any]:
-        """The same of tensors that are on their way already."""
+        """The same of tensors that are on their way already, in order."""
         self.count += 1
         if arriving.event is not None:
             arriving.event.synchronize()

@@ -272,6 +272,10 @@ class Drafter:
         """A drafter with these parameters and no state, for one call."""
         return copy.copy(self)
 
+    def cost(self) -> tuple[int, float]:
+        """(passes of a model, seconds of its prefill) that drafting has taken in this call."""
+        return 0, 0.0
+
     def close(self) -> None:
         """End the call."""
 
@@ -307,6 +311,7 @@ def as_drafter(made: Any) -> Any:
         known["fresh"] = lambda context: as_drafter(made.fresh(context))
     else:
         known["fresh"] = lambda context: adapted
+    adapted: Drafter
     methods = {name: staticmethod(value) if callable(value) else value for name, value in known.items()}
     adapted = type(type(made).__name__, (Drafter,), {"name": made.name, **methods})()
     adapted.name = made.name

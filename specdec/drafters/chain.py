@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ import numpy as np
 from torch import Tensor
 
 from specdec.device.host_read import HostReader
-from specdec.drafters.base import NO_DRAFT, Draft, DraftContext, Drafter, DraftRequest, Tokens
+from specdec.drafters.base import NO_DRAFT, Draft, DraftContext, Drafter, DraftRequest, Tokens, as_drafter
 from specdec.errors import SpecdecError
 from specdec.models.runner import PassOutput
 from specdec.models.trees import check_parents
@@ -39,11 +40,11 @@ class Chain:
     """The drafters of one call, in priority order."""
 
     def __init__(self, drafters: Sequence[Any], reader: HostReader | None = None, separate: bool = False):
-        self.drafters: list[Drafter] = list(drafters)
+        self.drafters: list[Drafter] = [as_drafter(d) for d in drafters]
         self.separate = separate  # see DraftContext
         self.labels = _labels(self.drafters)
         self.counters = {label: Counters() for label in self.labels}
-        self.observers: list[Any] = [d for d in self.drafters if hasattr(d, "observe")]
+        self.observers = [d for d in self.drafters if d.observed_layers is not None]
         self.reader = reader or HostReader()
         self.winner: dict[int, int] = {}
         self.unsettled: set[int] = set()
@@ -113,7 +114,7 @@ class Chain:
             self.counters[self.labels[index]].count_drafted(len(draft))
         else:
             self.unsettled.add(request.row)
-        return Draft(draft.tokens, draft.parents, draft.q, self.labels[index], draft.length)
+        return replace(draft, drafter=self.labels[index])
 
     def _resolve(self, drafts: Sequence[Draft]) -> Sequence[Draft]:
         """Fetch lengths that only the device knows, so that an empty draft can fall through to the next strategy.
@@ -126,23 +127,31 @@ class Chain:
         known = iter(self.reader.read(*lengths))
         return [d if d.length is None else d.rest(0, next(known)) for d in drafts]
 
-    def observe(self, output: PassOutput) -> None:
-        """Show a target pass to the drafters that learn from it."""
-        for drafter in self.observers:
-            drafter.observe(output)
+    @property
+    def observed_layers(self) -> tuple[int, ...] | None:
+        """The hidden states that the strategies observe, in order: None = none, empty = all."""
+        if not self.observers:
+            return None
+        asked = [d.observed_layers for d in self.observers]
+        return () if () in asked else tuple(sorted({layer for layers in asked for layer in layers or ()}))
+
+    def observe(self, output: PassOutput | None) -> None:
+        """Show a target pass to the strategies that observe it."""
+        if output is not None:
+            for drafter in self.observers:
+                drafter.observe(output)
 
     @property
-    def looks_ahead(self) -> bool:
+    def can_pipeline(self) -> bool:
         """Whether a strategy is alone, with a length of its own, and can start before the host knows the verdict."""
-        return self.lengths is None and len(self.drafters) == 1 and getattr(self.drafters[0], "looks_ahead", False)
+        return self.lengths is None and len(self.drafters) == 1 and self.drafters[0].can_pipeline
 
-    def look_ahead(self, requests: Sequence[DraftRequest], accepted: Tensor, token: Tensor) -> bool:
+    def pipeline(self, requests: Sequence[DraftRequest], accepted: Tensor, token: Tensor) -> bool:
         """Let the strategy start the next drafts of the rows that have one with the target, by its verdict on the
-        device: accepted [B], token [B]. Only where it `looks_ahead`. Returns whether it did."""
-        label, drafter = self.labels[0], self.drafters[0]
+        device: accepted [B], token [B]. Only where it `can_pipeline`. Returns whether it did."""
         started = time.perf_counter()
-        went: bool = drafter.look_ahead(requests, accepted, token)  # type: ignore[attr-defined]
-        self.counters[label].t_draft += time.perf_counter() - started
+        went = self.drafters[0].pipeline(requests, accepted, token)
+        self.counters[self.labels[0]].t_draft += time.perf_counter() - started
         return went
 
     def settle(self, row: int, drafted: int) -> None:
@@ -155,7 +164,7 @@ class Chain:
     def accept(
         self, row: int, n_accepted: int, path: Sequence[int] | None = None, drafted: int | None = None
     ) -> None:  # fmt: skip
-        """A round of `row` ended with `n_accepted` drafted tokens standing; `path`: of a tree, which nodes; drafted:
+        """A round of `row` ended with `n_accepted` drafted tokens accepted; `path`: of a tree, which nodes; drafted:
         how much of the draft lies before the end of the text (None: all)."""
         drafted = self.drafted.get(row, 0) if drafted is None else drafted
         if self.lengths is not None:
@@ -166,8 +175,8 @@ class Chain:
         mine = self.winner[row]
         started = time.perf_counter()
         counters = self.counters[self.labels[mine]]
-        winner: Any = self.drafters[mine]
-        if path is not None and hasattr(winner, "accept_path"):
+        winner = self.drafters[mine]
+        if path is not None:
             winner.accept_path(row, path)
         winner.accept(row, n_accepted, False)
         counters.n_call_accept += 1
@@ -190,8 +199,7 @@ class Chain:
 
     def close(self) -> None:
         for drafter in self.drafters:
-            if hasattr(drafter, "close"):
-                drafter.close()
+            drafter.close()
 
 
 def _checked(label: str, proposed: Any, expected: int) -> Sequence[Draft]:
@@ -222,11 +230,17 @@ def _check_trees(drafter: Any, label: str, drafts: Sequence[Draft]) -> None:
     for draft in drafts:
         if draft.parents is None:
             continue
-        if not getattr(drafter, "makes_trees", False):
-            raise SpecdecError(f"strategy {label!r} proposed a tree, but has no attribute makes_trees = True")
+        if not drafter.makes_trees:
+            raise SpecdecError(f"strategy {label!r} proposed a tree, but its makes_trees is not True")
         if draft.length is not None:
             raise SpecdecError(f"strategy {label!r} proposed a tree whose length only the device knows")
-        check_parents(draft.parents, len(draft), label)
+        if not isinstance(draft.parents, Tensor):
+            check_parents(draft.parents, len(draft), label)
+        elif draft.parents.shape != (len(draft),) or draft.levels < 1:
+            raise SpecdecError(
+                f"strategy {label!r} proposed {len(draft)} tokens with parents of shape {tuple(draft.parents.shape)} "
+                f"and levels={draft.levels}: give one parent a token, and how many levels the tree may have"
+            )
 
 
 def _labels(drafters: Sequence[Drafter]) -> list[str]:
@@ -249,5 +263,5 @@ def upstream_order(drafters: Sequence[Any]) -> list[Any]:
 
 def build_chain(drafters: Sequence[Any], context: DraftContext) -> Chain:
     """Fresh drafters for one call."""
-    fresh = [d.fresh(context) if hasattr(d, "fresh") else d for d in drafters]
+    fresh = [as_drafter(as_drafter(d).fresh(context)) for d in drafters]
     return Chain(fresh, context.reader, context.separate)

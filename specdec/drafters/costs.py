@@ -239,6 +239,6 @@ def costs_for(
 
 def check_costs(drafters: Sequence[Any], chosen: Sequence[bool], given: CostTable | None) -> None:
     """Raise SpecdecError where a draft model's length is chosen from a table without one."""
-    model = any(a and d.name == "draft-model" for d, a in zip(drafters, chosen, strict=True))
+    model = any(a and d.uses_draft_model for d, a in zip(drafters, chosen, strict=True))
     if given is not None and model and given.draft is None:
         raise SpecdecError("costs: the table has no draft model, and the length of draft-model is automatic")

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from specdec.drafters.base import Draft, Drafter, DraftRequest, RowDrafter
+from specdec.drafters.base import Draft, Drafter, DraftRequest
 from specdec.drafters.costs import CostTable
 from specdec.models.runner import Shapes
 
@@ -93,16 +93,16 @@ class _Round:
 def automatic(drafters: Sequence[Any], draft_length: str | None, default_chain: bool) -> list[bool]:
     """Whose lengths are chosen, given the option of a call; trees keep their shape."""
     if draft_length is None:
-        return [default_chain or bool(getattr(d, "automatic", False)) for d in drafters]
-    return [draft_length == "auto" and not getattr(d, "makes_trees", False) for d in drafters]
+        return [default_chain or d.automatic for d in drafters]
+    return [draft_length == "auto" and not d.makes_trees for d in drafters]
 
 
 def unlimited(drafter: Any, longest: int) -> Any:
     """A strategy whose n_max is the default, so that nobody asked for it, with `longest` in its place."""
     known = getattr(type(drafter), "__dataclass_fields__", {}).get("n_max")
-    if known is None or getattr(drafter, "makes_trees", False):
+    if known is None or drafter.makes_trees:
         return drafter
-    if not getattr(drafter, "automatic", drafter.n_max == known.default):
+    if not (drafter.automatic if drafter.runs_a_model else drafter.n_max == known.default):
         return drafter
     made = copy.copy(drafter)
     made.n_max = longest
@@ -121,7 +121,8 @@ class LengthController:
         free: bool,
     ):  # fmt: skip
         self.automatic = list(chosen)
-        self.free = [isinstance(d, RowDrafter) for d in drafters]  # cost no pass, claim no q
+        self.free = [not d.runs_a_model for d in drafters]  # cost no pass, have no q
+        self.uses_draft = [d.uses_draft_model for d in drafters]
         self.names = [d.name for d in drafters]
         self.costs, self.shapes, self.together = costs, shapes, free or all(self.free)
         self.batch = batch if self.together else 1
@@ -309,7 +310,7 @@ class LengthController:
         _reading."""
         if self.free[index]:
             return self.costs.call(self.names[index]) * len(rows), 0.0
-        if self.costs.draft is None or self.names[index] != "draft-model":
+        if self.costs.draft is None or not self.uses_draft[index]:
             return 0.0, 0.0
         read = [(r.position + 1, self._row(index, r.row).read) for r in rows]
         behind = max(size - known if known else 1 for size, known in read)
@@ -319,7 +320,7 @@ class LengthController:
     def _reading(self, index: int, rows: Sequence[DraftRequest]) -> float:
         """Seconds that a draft model takes for prompts it has not read, spread over the tokens these rows may emit, as
         often as they must be expected to come back."""
-        if self.free[index] or self.costs.draft is None or self.names[index] != "draft-model":
+        if self.free[index] or self.costs.draft is None or not self.uses_draft[index]:
             return 0.0
         unread = [r for r in rows if self._row(index, r.row).read == 0]
         fed = self.batch if self.shapes.together else 1  # rows to a pass

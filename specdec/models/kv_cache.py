@@ -203,6 +203,15 @@ class RaggedCache(Cache):
         (Gemma 3n) or have none."""
         return [layer for layer in self.layers if layer.is_initialized]
 
+    def begin_draft(self, rows: Sequence[int]) -> None:
+        """These rows will be fed tokens that may be rejected. Keys and values need nothing; a state that cannot be
+        taken back would be saved here."""
+
+    def rewind(self, lengths: Mapping[int, int], moves: Sequence[tuple[int, int, int]] = ()) -> None:
+        """Trim each row to the tokens that it keeps: row -> slots. Keys and values after them cost nothing: masks hide
+        them until later tokens overwrite them. Only accepted paths of trees are copied: `moves`, as for `compact`."""
+        self.compact(moves)
+
     def compact(self, moves: Sequence[tuple[int, int, int]]) -> None:
         """Copy slots, all at once: (row, from, to) each. How rows with tree drafts keep their accepted paths; every
         source is read before any target is written."""

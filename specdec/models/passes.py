@@ -30,7 +30,7 @@ class PassKey(NamedTuple):
         return 1
 
     @property
-    def rare(self) -> bool:
+    def is_prefill(self) -> bool:
         """Whether this is prefill: of the chunks of prompts few have the same key, unless calls repeat."""
         return self.keep > 0
 

@@ -221,9 +221,7 @@ class Runner:
         if rows is not None:
             key = key._replace(batch=len(tokens), first_row=rows.start)
         result = self.forward(cache, key, inputs)
-        return PassOutput(
-            result.logits, tokens, starts, counts, key.first_row, result.hidden, tree, key.observed or ()
-        )
+        return PassOutput(result.logits, tokens, starts, counts, key.first_row, result.hidden, tree, key.observed or ())
 
     def key(self, cache: RaggedCache, shapes: Shapes, width: int, reach: int, region: int = 0) -> PassKey:
         """The key of a pass over all rows that reads no slot from `reach` on; region: slots of a row's tree."""
@@ -243,7 +241,7 @@ class Runner:
 
     def compute(self, cache: RaggedCache, key: PassKey, inputs: PassInputs) -> PassResult:
         """The pass itself, from tensors alone: no value of `inputs` is known here."""
-        forward = None if key.rare else self.compiled  # compiling takes longer than one prompt's chunks save
+        forward = None if key.is_prefill else self.compiled  # compiling takes longer than one prompt's chunks save
         prepare = self.prepare if forward is None or inputs.tree is not None else self.part(self.prepare)
         tokens, positions, slots, masks = prepare(inputs, key.width, key.kv_len, cache.capacity)
         rows = slice(key.first_row, key.first_row + key.batch)

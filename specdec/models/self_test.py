@@ -12,8 +12,6 @@ length inside attention), or whose rows depend on one another. Where only trees 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +23,7 @@ from specdec.files.texts import first_line
 from specdec.models.kv_cache import RaggedCache
 from specdec.models.runner import UNBOUNDED, Runner, Shapes
 from specdec.models.self_test_causes import cause, plain_cause
-from specdec.models.trees import Shape, chain_parents, moves, shape_of, tree_pass
+from specdec.models.trees import Parents, Tree, TreePass, chain_parents, moves
 from specdec.models.view import ModelView
 
 LENGTH = 14  # tokens of a text
@@ -33,7 +31,6 @@ TAIL = 6  # of them that are not prefilled
 TREE = (-1, -1, 0, 1)  # a wrong branch before the right one: slots are not positions
 PATH = (2, 4)  # the columns of the right branch
 FAR = 1 << 17  # where the row's neighbour stands, if the context is as long
-NOTHING = shape_of(())
 
 
 @pinned()
@@ -141,27 +138,27 @@ class _SelfTest:
         ids = [first[start], *wrong[: len(TREE)]]
         for depth, column in enumerate(path):
             ids[column] = first[start + 1 + depth]
-        shape = shape_of(parents)
-        beside = replace(shape, depths=shape.depths + self.far) if far else NOTHING
         if far:
             cache.set_long(1, self.runner.rope is not None and self.far >= self.runner.rope.switch)
-        out = self._feed(cache, [ids, wrong[: len(ids)] if far else []], [start, 0], [shape, beside])
+        out = self._feed(cache, [ids, wrong[: len(ids)] if far else []], [start, 0], parents, self.far if far else 0)
         cache.compact(moves(0, path, start))
         return out[0, [0, *path]]
 
     def _feed(
         self, cache: RaggedCache, fed: Sequence[list[int]], starts: Sequence[int],
-        trees: Sequence[Shape] | None = None,
+        parents: Parents | None = None, far: int = 0,
     ) -> Tensor:  # fmt: skip
-        """One pass of both rows; logits [2, S, V]."""
+        """One pass of both rows; logits [2, S, V]. parents: both hold such a tree, the second one `far` positions away
+        from where its slots are."""
         runner, shapes = self.runner, self._shapes(cache.capacity)
         counts = [len(ids) for ids in fed]
         width = shapes.width(max(counts))
         tokens = to_device([ids + [0] * (width - len(ids)) for ids in fed], runner.device)
-        where: Any = None
-        if trees is not None:
-            columns = [range(count) for count in counts]
-            where = tree_pass(trees, columns, width, starts, runner.device)
+        where = None
+        if parents is not None:
+            tree = Tree.of_rows([parents, parents], width, runner.device)
+            tree.depths[1] += far
+            where = TreePass.of(tree, to_device(list(starts), runner.device), to_device(counts, runner.device))
         # As prefill: compiled code is made for passes that come again.
         keep = width if max(counts) > 1 else 0
         return runner.step(cache, shapes, tokens, starts, counts, keep=keep, tree=where).logits

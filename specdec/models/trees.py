@@ -85,6 +85,7 @@ class Tree(Buffers):
     """The drafts of B rows as trees of S columns. Node s is tested at its parent's column and fed at column s + 1; the
     last token of a chain that fills its pass is tested and not fed.
 
+    parents [B, S]: the node that each node follows, -1 = the newest token
     tested_at [B, S]: the column whose distribution tests node s
     rank [B, S]: how many siblings of node s were proposed before it
     depths [B, S]: steps from the newest token to each column
@@ -94,6 +95,7 @@ class Tree(Buffers):
     limits [B]: levels that a row may accept, or None
     """
 
+    parents: Tensor
     tested_at: Tensor
     rank: Tensor
     depths: Tensor
@@ -117,7 +119,7 @@ class Tree(Buffers):
         for _ in range(max(0, min(levels, width) - 1).bit_length()):
             reach = (reach @ reach).clamp(max=1.0)
         lineage = reach > 0
-        return Tree(at, rank, lineage.sum(dim=-1) - 1, lineage, levels, siblings, limits)
+        return Tree(parents, at, rank, lineage.sum(dim=-1) - 1, lineage, levels, siblings, limits)
 
     @staticmethod
     def of_rows(rows: Sequence[Sequence[int]], width: int, device: torch.device) -> Tree:
@@ -159,7 +161,7 @@ class TreePass(Buffers):
 
     @staticmethod
     def of(tree: Tree, starts: Tensor, counts: Tensor, columns: Tensor | None = None) -> TreePass:
-        """The pass that feeds the columns [B, S] of each row's tree, `counts` [B] of them real; None: the first ones."""
+        """The pass that feeds `columns` [B, S] of each row's tree (None: the first), `counts` [B] of them real."""
         width = tree.lineage.shape[1]
         if columns is None:
             columns, sees = torch.arange(width, device=starts.device).expand(len(starts), -1), tree.lineage

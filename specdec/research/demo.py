@@ -121,7 +121,7 @@ def load_decoder(config: RunConfig) -> SpeculativeDecoder:
     """The decoder of a config. Strategies are checked before anything is loaded."""
     strategies = None if config.strategies is None else list(config.strategies)
     drafters = make_drafters(strategies, config.pair.draft is not None)
-    if config.pair.draft is None and any(d.name == "draft-model" for d in drafters):
+    if config.pair.draft is None and any(d.uses_draft_model for d in drafters):
         raise SpecdecError("strategy 'draft-model' needs a draft model, and the pair has none")
     options = {name: value for name, value in vars(config.pair).items() if name not in ("target", "draft")}
     decoder: SpeculativeDecoder = SpeculativeDecoder.from_pretrained(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specdec.decoding.acceptance import AcceptanceRule, Block, Verdict, judge
 from specdec.drafters.draft_model.tree import draw_siblings
-from specdec.models.trees import TreeLayout, shape_of
+from specdec.models.trees import Tree, depths_of
 from specdec.sampling.sampling import Purpose, Sampling, fold, race, streams
 
 FIRST = 7  # position of the first token that is drafted
@@ -62,12 +62,12 @@ class Drafted:
 
 def draft(language: Language, parents: tuple[int, ...], keys: Tensor, proposal: str, fault: str = "") -> Drafted:
     """Draw every node: proposal = sample | coupled | argmax (the best tokens)."""
-    n, V, shape = len(keys), language.vocab, shape_of(parents)
+    n, V, depths = len(keys), language.vocab, [0, *depths_of(parents)]
     tokens = torch.zeros((n, len(parents)), dtype=torch.int64)
     q, contexts = torch.zeros((n, len(parents), V)), torch.zeros((n, len(parents) + 1), dtype=torch.int64)
     for column in range(len(parents) + 1):
-        nodes = [int(c) - 1 for c in shape.children[column] if c]
-        depth = int(shape.depths[column])
+        nodes = [node for node, parent in enumerate(parents) if parent + 1 == column]
+        depth = depths[column]
         if not nodes:
             continue
         law = language.laws[depth][contexts[:, column]]
@@ -93,16 +93,16 @@ def draft(language: Language, parents: tuple[int, ...], keys: Tensor, proposal: 
 
 def block_of(target: Language, parents: tuple[int, ...], made: Drafted, keys: Tensor, claims: bool) -> Block:
     """The pass that verifies the trees."""
-    n, width, shape = len(keys), len(parents) + 1, shape_of(parents)
-    laws = [target.laws[int(d)][made.contexts[:, c]] for c, d in enumerate(shape.depths)]
+    n, width = len(keys), len(parents) + 1
+    laws = [target.laws[d][made.contexts[:, c]] for c, d in enumerate([0, *depths_of(parents)])]
     pad = torch.nn.functional.pad
     lengths = torch.full((n,), len(parents))
     return Block(
         scores=torch.stack(laws, dim=1).log(), draft=pad(made.tokens, (0, 1)), lengths=lengths,
         final=torch.ones(n, dtype=torch.bool), totals=lengths, keys=keys, positions=torch.full((n,), FIRST),
         sampling=Sampling(1.0), q=pad(made.q, (0, 0, 0, 1)) if claims else None,
-        has_q=torch.ones(n, dtype=torch.bool) if claims else None, all_claim=claims,
-        tree=TreeLayout.of([shape] * n, width, torch.device("cpu")),
+        has_q=torch.ones(n, dtype=torch.bool) if claims else None, all_have_q=claims,
+        tree=Tree.of_rows([parents] * n, width, torch.device("cpu")),
     )  # fmt: skip
 
 

@@ -48,7 +48,7 @@ def _follow_target(block: Block, accepted: Tensor) -> Tensor:
 def _follow_ranked(block: Block, accepted: Tensor) -> Tensor:
     """p minus q, both sorted by probability: what subtracting two candidate arrays index by index does."""
     if block.q is None:
-        return LEVIATHAN.follow(block, accepted)
+        return LEVIATHAN.next_token(block, accepted)
     p, q = _at(block.p, accepted), _at(block.q, accepted)
     ranked, ids = p.sort(dim=-1, descending=True)
     residual = (ranked - q.sort(dim=-1, descending=True).values).clamp(min=0)
@@ -58,7 +58,7 @@ def _follow_ranked(block: Block, accepted: Tensor) -> Tensor:
 def _descend_by_plain_law(block: Block, column: Tensor) -> Tensor:
     """Every sibling is held against p itself: no residual in between."""
     if block.q is None:
-        return MATCH.descend(block, column)  # type: ignore[misc]
+        return MATCH.pick_child(block, column)  # type: ignore[misc]
     assert block.tree is not None
     position = block.positions + _at(block.tree.depths, column)
     law, found = _at(block.p, column), torch.zeros_like(column)
@@ -80,10 +80,20 @@ BROKEN_TREE_RULES = {
     rule.name: rule
     for rule in (
         AcceptanceRule(
-            "no-residual-between-siblings", "sample", LEVIATHAN.stands, LEVIATHAN.follow, True, _descend_by_plain_law
+            "no-residual-between-siblings",
+            "sample",
+            LEVIATHAN.accepts,
+            LEVIATHAN.next_token,
+            True,
+            _descend_by_plain_law,
         ),
         AcceptanceRule(
-            "no-residual-after-siblings", "sample", LEVIATHAN.stands, _follow_target_in_tree, True, LEVIATHAN.descend
+            "no-residual-after-siblings",
+            "sample",
+            LEVIATHAN.accepts,
+            _follow_target_in_tree,
+            True,
+            LEVIATHAN.pick_child,
         ),
     )
 }
@@ -91,9 +101,9 @@ BROKEN_TREE_RULES = {
 BROKEN_RULES = {
     rule.name: rule
     for rule in (
-        AcceptanceRule("accept-all", "sample", _all_stand, LEVIATHAN.follow, lossy=True),
-        AcceptanceRule("no-residual", "sample", LEVIATHAN.stands, _follow_target, lossy=True),
-        AcceptanceRule("residual-by-rank", "sample", LEVIATHAN.stands, _follow_ranked, lossy=True),
+        AcceptanceRule("accept-all", "sample", _all_stand, LEVIATHAN.next_token, lossy=True),
+        AcceptanceRule("no-residual", "sample", LEVIATHAN.accepts, _follow_target, lossy=True),
+        AcceptanceRule("residual-by-rank", "sample", LEVIATHAN.accepts, _follow_ranked, lossy=True),
     )
 }
 

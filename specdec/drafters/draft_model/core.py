@@ -17,12 +17,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specdec.device.buffers import Buffers
+from specdec.device.clock import Clock
 from specdec.device.transfer import array_on, to_device
 from specdec.drafters.base import Draft, DraftRequest, RowSampling, Tokens, as_array, pad_vocabulary, proposal_law
 from specdec.models.kv_cache import KeptRows, shared_first
 from specdec.models.passes import PassInputs, PassKey
 from specdec.models.runner import Runner, Shapes
-from specdec.models.trees import Columns, Shape, moves, tree_pass
+from specdec.models.trees import Tree, TreePass, depths_of, moves, parent_table
 from specdec.sampling.sampling import History, Purpose, best, race, streams
 
 CATCH_UP = 16  # a longer gap is prefilled; a shorter one rides in the first draft pass
@@ -60,7 +61,7 @@ class StepsKey(NamedTuple):
         return self.steps
 
     @property
-    def rare(self) -> bool:
+    def is_prefill(self) -> bool:
         return False
 
 
@@ -138,6 +139,14 @@ class DraftCore:
         self.accepted: dict[int, int] = {}  # row -> how many of its last draft stood
         self.fed: dict[int, set[int]] = {}  # row -> nodes of the open round's tree that are in the cache
         self.moves: list[tuple[int, int, int]] = []
+        self.passes = 0  # so far, without prefill
+        self.clock = Clock(runner.device)
+
+    def cost(self) -> tuple[int, float]:
+        """(passes, seconds of prefill) so far; on a GPU after a host read that follows them."""
+        self.clock.end_pass()
+        self.clock.settle()
+        return self.passes, self.clock.totals["prefill"]
 
     def close(self) -> None:
         self.runner.pool.give_back(self.cache)
@@ -197,7 +206,8 @@ class DraftCore:
         for group in self._groups(behind):
             held = {row: self._share(row, behind[row]) for row in group}
             missing = {row: self.text[row, held[row] : behind[row]].tolist() for row in group}
-            self.runner.prefill(self.cache, self.shapes, missing, held)
+            with self.clock.phase("prefill"):
+                self.runner.prefill(self.cache, self.shapes, missing, held)
             for row in group:
                 self.length[row] = behind[row]
         fed = {row: self.text[row, self.length[row] : n] for row, n in totals.items()}
@@ -234,6 +244,7 @@ class DraftCore:
     def catch_up(self, requests: Sequence[DraftRequest]) -> Tensor:
         """Feed what each row's text has grown by; returns the logits after its newest token, [B, V_draft]."""
         tokens, starts, counts = self.feed(requests)
+        self.passes += 1
         device = self.runner.device
         logits = self.runner.step(self.cache, self.shapes, array_on(tokens, device), starts, counts).logits
         newest = to_device([max(c - 1, 0) for c in counts], device)
@@ -257,13 +268,14 @@ class DraftCore:
             proposal = self.runner.run(
                 self.cache, key, inputs, lambda given: self.steps(key, sampling, given, None, requests)
             )
+        self.passes += proposal.tokens.shape[1]
         self.outstanding.update({r.row: proposal.tokens.shape[1] for r in requests})
         return proposal
 
     def key_of(
         self, sampling: RowSampling | None, width: int, reach: int, k: int, stops: Stops, vocab_size: int
     ) -> StepsKey:  # fmt: skip
-        first, _ = self.runner.key(self.cache, self.shapes, width, min(reach, self.capacity))
+        first = self.runner.key(self.cache, self.shapes, width, min(reach, self.capacity))
         if sampling is None:
             return StepsKey(first, k, False, Purpose.DRAFT, None, *stops, vocab_size)
         purpose = sampling.purpose if sampling.drawn else Purpose.DRAFT
@@ -333,15 +345,23 @@ class DraftCore:
         padded = F.pad(tokens[:, None], (0, width - 1))
         return self.runner.step(self.cache, self.shapes, padded, starts, counts).logits[:, 0]
 
-    def tree_step(self, tokens: Tensor, shapes: Sequence[Shape], columns: Sequence[Columns]) -> Tensor:
-        """Feed nodes of each row's tree: tokens [B, F], the columns they stand at; returns logits [B, F, V_draft]."""
+    def tree_step(self, tokens: Tensor, parents: Sequence[Sequence[int]], columns: Sequence[Sequence[int]]) -> Tensor:
+        """Feed nodes of each row's tree: tokens [B, F], the trees so far, and the columns that are fed; returns logits
+        [B, F, V_draft]."""
+        width, region = self.shapes.width(tokens.shape[1]), self.shapes.width(1 + max(map(len, parents)))
         starts = [n - 1 if fed else 0 for n, fed in zip(self.length, columns, strict=True)]
-        width = self.shapes.width(tokens.shape[1])
-        where = tree_pass(shapes, columns, width, starts, self.runner.device)
-        padded = F.pad(tokens, (0, width - tokens.shape[1]))
-        for row, fed in enumerate(columns):
-            self.fed.setdefault(row, set()).update(column - 1 for column in fed)
         counts = [len(fed) for fed in columns]
+        host = np.zeros((self.batch, 2 + width), dtype=np.int64)
+        host[:, 0], host[:, 1] = starts, counts
+        for row, fed in enumerate(columns):
+            host[row, 2 : 2 + len(fed)] = fed
+            self.fed.setdefault(row, set()).update(column - 1 for column in fed)
+        table = array_on(np.concatenate([host, parent_table(parents, region)], axis=1), self.runner.device)
+        levels = max(max(depths_of(row), default=0) for row in parents)
+        tree = Tree.of(table[:, 2 + width :], levels, 1)
+        where = TreePass.of(tree, table[:, 0], table[:, 1], table[:, 2 : 2 + width])
+        padded = F.pad(tokens, (0, width - tokens.shape[1]))
+        self.passes += 1
         logits = self.runner.step(self.cache, self.shapes, padded, starts, counts, tree=where).logits
         return logits[:, : tokens.shape[1]]
 

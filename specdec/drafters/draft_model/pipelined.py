@@ -39,7 +39,7 @@ class AheadKey(NamedTuple):
         return self.steps.passes
 
     @property
-    def rare(self) -> bool:
+    def is_prefill(self) -> bool:
         return False
 
 
@@ -93,6 +93,7 @@ def go_ahead(
         return core.steps(steps, sampling, StepInputs(table), None, requests)
 
     proposal = core.runner.run(core.cache, AheadKey(steps), inputs, program)
+    core.passes += k
     return Ahead(proposal, {r.row: len(r.tokens) + 1 for r in requests})
 
 

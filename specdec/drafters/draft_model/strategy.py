@@ -23,11 +23,11 @@ from typing import Any
 from torch import Tensor
 
 from specdec.config import check_number, check_whole
-from specdec.drafters.base import BaseDrafter, Draft, DraftContext, DraftRequest, Tokens, empty_like
+from specdec.drafters.base import Draft, DraftContext, Drafter, DraftRequest, Tokens, empty_like
 from specdec.drafters.draft_model.core import DraftCore, Proposal, Stops
 from specdec.drafters.draft_model.pipelined import Ahead, go_ahead, possible, take
 from specdec.drafters.draft_model.translation import TranslatingDrafter
-from specdec.drafters.draft_model.tree import Growth, parse_plan
+from specdec.drafters.draft_model.tree import Growth, parse_plan, plan_parents
 from specdec.errors import SpecdecError
 
 DEFAULTS: dict[str, Any] = {"n_max": 5, "n_min": 0, "p_min": 0.0, "p_split": 0.1, "top_n": None}
@@ -41,7 +41,7 @@ PROGRAM_STEPS = (1, 2, 3, 5, 8, 12, 16, 24, 32, 48, 64)
 
 
 @dataclass
-class DraftModel(BaseDrafter):
+class DraftModel(Drafter):
     """Parameters that are None take the preset's value, or the default. Raises SpecdecError for bad ones."""
 
     n_max: int | None = None
@@ -89,13 +89,21 @@ class DraftModel(BaseDrafter):
 
     @property
     def automatic(self) -> bool:
-        """Whether nobody gave a length, so that it is chosen."""
+        """True if n_max was not given: draft length is automatic."""
         return self._automatic and not self.makes_trees
 
     @property
     def makes_trees(self) -> bool:
-        """Whether drafts are trees."""
         return self.tree is not None or self.branches > 1
+
+    @property
+    def tree_nodes(self) -> int:
+        """The nodes of a fixed shape; branching keeps to what a verify pass usually takes."""
+        return len(plan_parents(self.tree)) if self.tree is not None else 0
+
+    @property
+    def uses_draft_model(self) -> bool:
+        return True
 
     def fresh(self, context: DraftContext) -> Any:
         if context.draft_runner is None:
@@ -126,6 +134,9 @@ class DraftModel(BaseDrafter):
     def accept_path(self, row: int, nodes: Sequence[int]) -> None:
         self._core.accept_path(row, nodes)
 
+    def cost(self) -> tuple[int, float]:
+        return self._core.cost()
+
     def close(self) -> None:
         self._core.close()
 
@@ -151,13 +162,11 @@ class DraftModel(BaseDrafter):
         return [drafts.get(r.row, Draft()) for r in requests]
 
     @property
-    def looks_ahead(self) -> bool:
-        """Whether drafts can start before the host knows what the last ones came to: chains, by recorded programs."""
+    def can_pipeline(self) -> bool:
+        """Chains can, by recorded draft steps."""
         return not self.makes_trees and self._core.runner.graphs is not None
 
-    def look_ahead(self, requests: Sequence[DraftRequest], accepted: Tensor, token: Tensor) -> bool:
-        """Start the drafts that follow those which the rows of `requests` have with the target, by its verdict on the
-        device: accepted [B], token [B]. Returns whether anything was started."""
+    def pipeline(self, requests: Sequence[DraftRequest], accepted: Tensor, token: Tensor) -> bool:
         k = self.n_max or 0
         if self._proposal is None or accepted.device != self._core.runner.device:
             return False

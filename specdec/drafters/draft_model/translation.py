@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from specdec.drafters.base import BaseDrafter, Draft, DraftContext, DraftRequest, Tokens, as_array
+from specdec.drafters.base import Draft, DraftContext, Drafter, DraftRequest, Tokens, as_array
 from specdec.drafters.draft_model.core import DraftCore
 from specdec.errors import SpecdecError
 from specdec.models.kv_cache import common_prefix
@@ -22,7 +22,7 @@ from specdec.models.pair_report import draft_capacity
 
 
 @dataclass
-class TranslatingDrafter(BaseDrafter):
+class TranslatingDrafter(Drafter):
     """Built by `DraftModel(translate=True)`; `settings` are that object's parameters."""
 
     settings: Any
@@ -34,6 +34,13 @@ class TranslatingDrafter(BaseDrafter):
         if context.tokenizer is None or context.draft_tokenizer is None or context.draft_runner is None:
             raise SpecdecError("draft-model with translate=True needs a draft model and both tokenizers")
         self.core = DraftCore(context.draft_runner, context.batch, draft_capacity(context.capacity))
+
+    @property
+    def uses_draft_model(self) -> bool:
+        return True
+
+    def cost(self) -> tuple[int, float]:
+        return self.core.cost()
 
     def close(self) -> None:
         self.core.close()

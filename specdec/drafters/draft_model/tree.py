@@ -36,7 +36,7 @@ from specdec.config import check_whole
 from specdec.device.transfer import to_device
 from specdec.drafters.base import Draft, DraftRequest, pad_vocabulary, proposal_law
 from specdec.errors import SpecdecError
-from specdec.models.trees import MISSING, Parents, shape_of
+from specdec.models.trees import MISSING, Parents, depths_of, path_to
 from specdec.sampling.sampling import History, Purpose, exponential, fold, streams
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ class Growth:
 
     def _draft(self, row: int) -> Draft:
         parents = self.parents[row]
-        too_short = not self.drawn and len(parents) and shape_of(tuple(parents)).levels < (self.model.n_min or 0)
+        too_short = not self.drawn and len(parents) and max(depths_of(parents)) < (self.model.n_min or 0)
         if not parents or too_short:
             return Draft()
         q = torch.cat(self.q[row]) if self.drawn else None
@@ -246,9 +246,8 @@ class Growth:
                 continue
             text = to_device([*map(int, r.tokens), r.last], logits.device)
             nodes = torch.cat([text[:0], *self.tokens[r.row]]).clamp(min=0)
-            shape = shape_of(tuple(self.parents[r.row]))
             for i, node in enumerate(self.frontier[r.row]):
-                path = to_device([column - 1 for column in shape.path(node + 1)[1:]], logits.device)
+                path = to_device(path_to(self.parents[r.row], node), logits.device)
                 known[r.row * width + i] = torch.cat([text, nodes[path]])
                 processors[r.row * width + i] = r.sampling.processors
         flat, history = logits.flatten(0, 1)[:, None], None
@@ -271,14 +270,13 @@ class Growth:
         batch = self.core.batch
         width = max(map(len, self.frontier.values()))
         fed = torch.zeros((batch, width), dtype=torch.int64, device=self.core.runner.device)
-        columns: list[tuple[int, ...]] = [()] * batch
-        shapes = [shape_of(())] * batch
+        columns: list[list[int]] = [[]] * batch
+        parents: list[list[int]] = [[]] * batch
         for row, nodes in self.frontier.items():
             if nodes:
                 first = len(self.parents[row]) - len(self.tokens[row][-1])
                 index = to_device([n - first for n in nodes], fed.device)
                 fed[row, : len(nodes)] = self.tokens[row][-1][index]
-                columns[row] = tuple(n + 1 for n in nodes)
-                shapes[row] = shape_of(tuple(self.parents[row]))
+                columns[row], parents[row] = [n + 1 for n in nodes], self.parents[row]
         self.missing = fed == MISSING
-        return self.core.tree_step(fed.clamp(min=0), shapes, columns)
+        return self.core.tree_step(fed.clamp(min=0), parents, columns)

@@ -52,7 +52,7 @@ def compare_config(
     if len(set(drafts)) < len(drafts) or len(set(strategies)) < len(strategies):
         raise SpecdecError("compare: a draft or a strategy is named twice")
     for text in strategies:
-        if any(d.name == "draft-model" for d in make_drafters(text, has_draft=False)):
+        if any(d.uses_draft_model for d in make_drafters(text, has_draft=False)):
             raise SpecdecError("compare: strategies are compared without a draft model: name drafts by themselves")
     names, shared = _names(drafts), dict(loading or {})
     pairs = {name: {**shared, "target": target, "draft": draft} for name, draft in zip(names, drafts, strict=True)}

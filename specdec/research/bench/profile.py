@@ -66,8 +66,8 @@ def marked(decoder: Any, engine: Any) -> Iterator[None]:
             places.append((runner, "compute", f"{role} model"))
         if runner is not None and runner.graphs is not None:
             places.append((runner, "run", f"{role} graph"))
-    places += [(engine, "draft", "drafting"), (engine.verifier, "launch", "acceptance"),
-               (engine.verifier, "read", "read"), (engine, "commit", "commit")]  # fmt: skip
+    places += [(engine, "draft", "drafting"), (engine.verifier, "launch", "acceptance"), (engine, "commit", "commit"),
+               (engine.verifier.reader, "fetch_named", "read")]  # fmt: skip
     with ExitStack() as stack:
         for owner, method, part in places:
             setattr(owner, method, _named(getattr(owner, method), MARK + part))

@@ -32,7 +32,7 @@ import numpy as np
 from specdec.config import check_number, check_whole
 from specdec.decoding.timing import measure_passes, room_for
 from specdec.drafters import make_drafters
-from specdec.drafters.base import BaseDrafter, Draft, DraftContext, DraftRequest, Tokens
+from specdec.drafters.base import Draft, DraftContext, Drafter, DraftRequest, Tokens
 from specdec.drafters.chain import build_chain
 from specdec.errors import SpecdecError
 from specdec.research.bootstrap import ratio
@@ -213,7 +213,7 @@ def _plan(chain: str, k: int | None, p_min: float | None, counts: np.ndarray, se
 
 
 @dataclass
-class _Forced(BaseDrafter):
+class _Forced(Drafter):
     """Stands in for `draft-model` in a replay: proposes what is written while its coin falls, then something else."""
 
     n_max: int

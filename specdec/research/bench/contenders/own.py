@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
-
-import torch
 
 import specdec
 from specdec.config import as_list, check_exact, check_switch
 from specdec.decoding.acceptance import find_rule
-from specdec.decoding.engine import Clock
 from specdec.decoding.validation import check_chain, check_generation
 from specdec.device.graphs import check_compile
 from specdec.drafters import make_drafters
 from specdec.errors import SpecdecError
-from specdec.models.runner import Runner
 from specdec.research.bench.contenders.base import Contender, Output
 from specdec.research.bench.pair import sampled
 from specdec.version import __version__
@@ -99,65 +95,16 @@ class Own(Contender):
 
     def run(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, ignore_eos: bool) -> Output:
         decoder = self.decoder
-        with DraftPasses(decoder.draft) as watched:
-            out = decoder.generate(
-                [list(p) for p in prompts], max_new_tokens, strategies=self.strategies, batch_size=len(prompts),
-                ignore_eos=ignore_eos, **self.generate_options,
-            )  # fmt: skip
+        out = decoder.generate(
+            [list(p) for p in prompts], max_new_tokens, strategies=self.strategies, batch_size=len(prompts),
+            ignore_eos=ignore_eos, **self.generate_options,
+        )  # fmt: skip
         if "interrupted" in out.finish_reasons:
             raise KeyboardInterrupt
-        return Output(out.token_ids, {**_figures(out, watched), "compile": out.provenance["compile"]})
+        return Output(out.token_ids, {**_figures(out), "compile": out.provenance["compile"]})
 
 
-class DraftPasses:
-    """Watches the draft's runner while it is entered: how many passes rounds took, and how long its prefill of prompts,
-    which theory has no term for, took within them."""
-
-    def __init__(self, runner: Runner | None):
-        self.runner = runner
-        self.count = 0
-        self.clock = Clock(runner.device if runner is not None else torch.device("cpu"))
-        self.prefills: list[tuple[Any, Any]] = []
-
-    def __enter__(self) -> DraftPasses:
-        if self.runner is not None:
-            watched: Any = self.runner
-            watched.run, watched.prefill = self._counting(self.runner.run), self._timing(self.runner.prefill)
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        if self.runner is not None:
-            del self.runner.__dict__["run"], self.runner.__dict__["prefill"]
-
-    @property
-    def prefill_seconds(self) -> float:
-        """After a host read that follows the last of them."""
-        return sum(self.clock.span(*marks) for marks in self.prefills)
-
-    def _counting(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(cache: Any, key: Any, *more: Any) -> Any:
-            graphs = self.runner.graphs if self.runner is not None else None
-            if key.rare or (graphs is not None and graphs.busy):  # prefill, or a pass within a program
-                return run(cache, key, *more)
-            before = self.count
-            result = run(cache, key, *more)
-            # A program that was not replayed has run its passes one by one, and they have counted themselves.
-            if self.count == before:
-                self.count += key.passes
-            return result
-
-        return counted
-
-    def _timing(self, prefill: Callable[..., Any]) -> Callable[..., Any]:
-        def marked(*arguments: Any, **options: Any) -> Any:
-            started = self.clock.mark()
-            prefill(*arguments, **options)
-            self.prefills.append((started, self.clock.mark()))
-
-        return marked
-
-
-def _figures(out: Any, watched: DraftPasses) -> dict[str, Any]:
+def _figures(out: Any) -> dict[str, Any]:
     """Counts and seconds of a call, which can be summed over calls; lists by position."""
     stats = out.stats
     total, records = stats.total, [r for row in stats.rows for r in row]
@@ -168,11 +115,11 @@ def _figures(out: Any, watched: DraftPasses) -> dict[str, Any]:
         "emitted_tokens": stats.emitted_tokens,
         "verify_passes": stats.verify_passes,
         "host_reads": stats.host_reads,
-        "draft_passes": watched.count,
+        "draft_passes": stats.draft_passes,
         "model_drafted": sum(r.drafted for r in records if r.strategy == "draft-model"),
         "tested": [sum(r.tested(i) for r in records) for i in range(longest)],
         "accepted": [sum(r.accepted > i for r in records) for i in range(longest)],
         "drafted": [sum(r.depth > i for r in records) for i in range(longest)],
-        "time": {**stats.times.to_dict(), "draft_prefill": watched.prefill_seconds},
+        "time": stats.times.to_dict(),
         "exact": out.provenance["exact"],
     }

@@ -1,0 +1,109 @@
+"""How prompts get into slots: prefill, shared beginnings, and rows whose rotation changes.
+
+What a slot's prompt has in common with another one, of this call or kept from an earlier one, is copied and not
+computed. Drafters that observe the target must see every token fed, so with them nothing is copied within a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from specdec.decoding.row import Row
+from specdec.decoding.verification import Verifier
+from specdec.device.clock import Clock
+from specdec.device.transfer import to_device
+from specdec.drafters.base import RowSampling
+from specdec.drafters.chain import Chain
+from specdec.models.kv_cache import SHORT, KeptRows, shared_first
+
+NO_TEXT = np.zeros(0, dtype=np.int64)  # the text of a slot that holds no row worth keeping
+
+
+@dataclass
+class Admission:
+    """Moves rows into the slots of one call. `slots` is the engine's; kept: rows of an earlier call."""
+
+    verifier: Verifier
+    chain: Chain
+    clock: Clock
+    slots: list[Row | None]
+    kept: KeptRows | None = None
+
+    def __post_init__(self) -> None:
+        self.runner, self.cache, self.shapes = self.verifier.runner, self.verifier.cache, self.verifier.shapes
+        self.observed = self.chain.observed_layers
+
+    def start(self, rows: Mapping[int, Row]) -> None:
+        """Rows take their slots, in groups that are prefilled together."""
+        for group in self._groups(rows):
+            self._start({slot: rows[slot] for slot in group})
+
+    def _groups(self, rows: Mapping[int, Row]) -> list[list[int]]:
+        """Which slots are prefilled together, and in what order: what their prompts have in common is computed once."""
+        alone = [[slot] for slot in rows]
+        # When slots fall free depends on the drafts. So in exact mode only the first prompts of a call go together.
+        if not self.shapes.together or (self.shapes.exact and self.verifier.passes):
+            return alone
+        groups = shared_first({slot: row.tokens for slot, row in rows.items()}, SHORT, self._shared_step)
+        return alone if self.shapes.exact and len(groups) > 1 else groups
+
+    @property
+    def _shared_step(self) -> int:
+        """In exact mode only whole chunks are shared: only what was computed in the same chunks has the same bits."""
+        return self.shapes.widths[-1] if self.shapes.exact else 1
+
+    def _start(self, rows: Mapping[int, Row]) -> None:
+        with self.clock.phase("prefill"):
+            known = {slot: self._restore(slot, row) for slot, row in rows.items()}
+            self._prefill({slot: row.tokens[known[slot] :].tolist() for slot, row in rows.items()}, known)
+            for slot, row in rows.items():
+                row.alone = len(rows) == 1
+                self._set_sampling(row)
+                self.slots[slot] = row
+        for slot, row in rows.items():
+            self.chain.begin(slot, row.tokens)
+
+    def _prefill(self, tokens: Mapping[int, Sequence[int]], starts: Mapping[int, int]) -> None:
+        seen = self.chain.observe if self.observed is not None else None
+        self.runner.prefill(self.cache, self.shapes, tokens, starts, seen, self.observed)
+
+    def _set_sampling(self, row: Row) -> None:
+        sampling = self.verifier.sampling
+        if sampling.row_processors is not None:
+            row.processors = sampling.row_processors(row.index, row.prompt, row.stops.max_new_tokens)
+            row.known = to_device(row.prompt, self.runner.device)
+        row.sampling = RowSampling(sampling, self.verifier.rule.proposal, row.processors)
+
+    def rotate_anew(self, active: Sequence[tuple[int, Row]]) -> None:
+        """Compute rows anew whose factors of rotation have changed with their length (models/rope.py)."""
+        for slot, row in active:
+            if self.runner.follow(self.cache, slot, row.size - 1):
+                with self.clock.phase("prefill"):
+                    self._prefill({slot: row.tokens.tolist()}, {slot: 0})
+                    row.alone = True
+
+    def _restore(self, slot: int, row: Row) -> int:
+        """Copy into the slot what is there of the row's prompt, and wipe the rest; returns how many tokens it has."""
+        held = self._held()
+        self.slots[slot] = None  # from here on the slot's cache is not the old row's, also after an interrupt
+        self.runner.follow(self.cache, slot, row.size - 1)
+        known = self.kept.restore(self.cache, slot, row.tokens) if self.kept else 0
+        if self.observed is None and len(row.tokens) >= SHORT:
+            if known > 0:  # the slot holds what an earlier call kept, no more its last row
+                held.texts[slot] = NO_TEXT
+            known = held.restore(self.cache, slot, row.tokens, self._shared_step, known)
+        self.cache.wipe(slot, known)
+        return known
+
+    def _held(self) -> KeptRows:
+        """The prompts that the slots hold, for what others have in common with them: a system prompt, a few-shot
+        header, the same prompt again."""
+
+        def sound(other: Row) -> bool:
+            return other.error is None and (other.alone or not self.shapes.exact)
+
+        prompts = [row.ids[: len(row.prompt) - 1] if row and sound(row) else NO_TEXT for row in self.slots]
+        return KeptRows(self.cache, prompts)

@@ -1,0 +1,75 @@
+"""The stopwatch of a call: phases as context managers, and marks that never make the host wait."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Span(NamedTuple):
+    """A phase and the marks around it: CUDA events on a GPU, the host's clock elsewhere."""
+
+    phase: str
+    start: Any
+    end: Any
+
+
+class Clock:
+    """Measures the phases of each pass.
+
+    What a pass has measured is added to `totals` (seconds by phase) when the host has nothing better to do: on a GPU
+    only after a host read that follows all of it. A phase that starts `early` belongs to the pass after this one.
+    """
+
+    def __init__(self, device: torch.device):
+        self.cuda = device.type == "cuda"
+        self.totals: dict[str, float] = defaultdict(float)
+        self.now: list[Span] = []  # of this pass
+        self.next: list[Span] = []  # started early
+        self.past: list[Span] = []  # not added to `totals` yet
+        self.spare: list[torch.cuda.Event] = []  # to make an event takes longer than to record one
+
+    @contextmanager
+    def phase(self, name: str, early: bool = False) -> Iterator[None]:
+        """Measure what happens inside."""
+        start = self._mark()
+        yield
+        (self.next if early else self.now).append(Span(name, start, self._mark()))
+
+    def _mark(self) -> Any:
+        if not self.cuda:
+            return time.perf_counter()
+        event = self.spare.pop() if self.spare else torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def end_pass(self) -> list[Span]:
+        """The host has read what the pass came to; returns its spans."""
+        spans, self.now, self.next = self.now, self.next, []
+        self.past += spans
+        return spans
+
+    def seconds(self, spans: list[Span], *phases: str) -> dict[str, float]:
+        """Seconds of some phases of a pass."""
+        took = dict.fromkeys(phases, 0.0)
+        for span in spans:
+            if span.phase in took:
+                took[span.phase] += self._length(span)
+        return took
+
+    def settle(self) -> None:
+        """Add the passes before this one to `totals`."""
+        for span in self.past:
+            self.totals[span.phase] += self._length(span)
+        if self.cuda:
+            self.spare += {id(mark): mark for _, *marks in self.past for mark in marks}.values()
+        self.past = []
+
+    def _length(self, span: Span) -> float:
+        start, end = span.start, span.end
+        return float(start.elapsed_time(end)) / 1000 if self.cuda else float(end - start)
