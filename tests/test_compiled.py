@@ -30,14 +30,14 @@ from tests.helpers.tiny import tiny_model
 SHAPES = Shapes((1, 4), 4, 32)
 
 
-def passes(runner: Runner, hidden: bool = False) -> list[torch.Tensor]:
+def passes(runner: Runner, observed: tuple[int, ...] | None = None) -> list[torch.Tensor]:
     """Real logits of two passes with caches of their own, at other positions."""
     found = []
     for start in (0, 4):
         cache = runner.lease(2, 32)
         if start:
-            runner.step(cache, SHAPES, torch.arange(8).reshape(2, 4), [0, 0], [4, 4], hidden=hidden)
-        out = runner.step(cache, SHAPES, torch.arange(8).reshape(2, 4) + start, [start] * 2, [4, 3], hidden=hidden)
+            runner.step(cache, SHAPES, torch.arange(8).reshape(2, 4), [0, 0], [4, 4], observed=observed)
+        out = runner.step(cache, SHAPES, torch.arange(8).reshape(2, 4) + start, [start] * 2, [4, 3], observed=observed)
         found += [out.logits[0], out.logits[1, :3], *(h[0] for h in out.hidden or ())]
     return found
 
@@ -79,8 +79,8 @@ def test_hidden_states_are_the_models_and_cost_no_compilation(kind: str) -> None
     counter = CompileCounterWithBackend("aot_eager")
     runner = compiled(copy.deepcopy(model), counter)
     passes(runner)
-    expected = passes(Runner(model), hidden=True)
-    for ours, theirs in zip(passes(runner, hidden=True), expected, strict=True):
+    expected = passes(Runner(model), observed=())
+    for ours, theirs in zip(passes(runner, observed=()), expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
     assert counter.frame_count == 4
     assert runner.compiled.compiler.whole
@@ -90,7 +90,7 @@ def test_hidden_states_are_the_models_and_cost_no_compilation(kind: str) -> None
 def test_what_one_model_breaks_another_is_spared() -> None:
     """dynamo gives up code, not functions: models whose layers are the same code do not share it."""
     broken = tiny_model("llama")
-    passes(Runner(broken), hidden=True)  # leaves hooks in the model that dynamo cannot trace
+    passes(Runner(broken), observed=())  # leaves hooks in the model that dynamo cannot trace
     passes(compiled(broken))
     counter = CompileCounterWithBackend("aot_eager")
     passes(compiled(tiny_model("llama"), counter))

@@ -234,9 +234,9 @@ def test_results_survive_the_next_pass() -> None:
     """Drafters may keep what they observed, also where the pass that made it is replayed into the same memory."""
     runner = Runner(tiny_model("llama"), recorder=Rerun())
     cache, shapes = runner.lease(1, 64), specdec.models.runner.Shapes((1, 4), 4, 32)
-    first = runner.step(cache, shapes, torch.tensor([[5]]), [0], [1], hidden=True)
+    first = runner.step(cache, shapes, torch.tensor([[5]]), [0], [1], observed=())
     kept = [first.logits.clone(), *(h.clone() for h in first.hidden)]
-    runner.step(cache, shapes, torch.tensor([[7]]), [1], [1], hidden=True)
+    runner.step(cache, shapes, torch.tensor([[7]]), [1], [1], observed=())
     assert all(torch.equal(a, b) for a, b in zip([first.logits, *first.hidden], kept, strict=True))
 
 
