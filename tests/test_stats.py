@@ -83,7 +83,14 @@ def test_strategies_and_rows_are_parts_of_the_whole() -> None:
     assert mean["tokens_per_round"] == pytest.approx((8 / 3 + 5 / 2) / 2)
     assert mean["draft_acceptance_rate"] == pytest.approx((5 / 10 + 3 / 3) / 2)
     assert mean["generated_tokens"] == (8 + 5) / 2
-    assert out["time"] == {"prefill": 1.0, "draft": 2.0, "verify": 3.0, "total": 7.5, "draft_prefill": 0.0, "other": 1.5}
+    assert out["time"] == {
+        "prefill": 1.0,
+        "draft": 2.0,
+        "verify": 3.0,
+        "total": 7.5,
+        "draft_prefill": 0.0,
+        "other": 1.5,
+    }
     assert stats.tokens_per_round == 13 / 5
     assert stats.emitted_tokens == 12
     with pytest.raises(AttributeError):
@@ -100,7 +107,15 @@ def test_a_real_call_has_every_figure_by_its_name() -> None:
         "conditional_acceptance_rate_per_position", "acceptance_histogram",
     }  # fmt: skip
     stats = out.stats.to_dict()
-    assert figures | {"verify_passes", "host_reads", "draft_passes", "rows", "strategies", "mean_per_request", "time"} == set(stats)
+    assert figures | {
+        "verify_passes",
+        "host_reads",
+        "draft_passes",
+        "rows",
+        "strategies",
+        "mean_per_request",
+        "time",
+    } == set(stats)
     assert all(set(row) == figures for row in stats["rows"])
     upstream = {"n_call_begin", "n_call_draft", "n_call_accept", "n_gen_drafts", "n_acc_drafts", "n_gen_tokens"}
     assert figures - {"emitted_tokens"} | upstream <= set(stats["strategies"]["prompt-lookup"])

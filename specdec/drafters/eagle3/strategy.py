@@ -20,7 +20,7 @@ from torch import Tensor
 
 from specdec.config import check_whole
 from specdec.device.transfer import to_device
-from specdec.drafters.base import BaseDrafter, Draft, DraftContext, DraftRequest, Tokens, empty_like, proposal_law
+from specdec.drafters.base import Draft, DraftContext, Drafter, DraftRequest, Tokens, empty_like, proposal_law
 from specdec.drafters.draft_model.core import Proposal, Texts, stream_of
 from specdec.drafters.eagle3.formats import check_fit, load_head
 from specdec.drafters.eagle3.head import EagleHead
@@ -31,7 +31,7 @@ from specdec.sampling.sampling import Purpose, best, race, streams
 
 
 @dataclass
-class Eagle3(BaseDrafter):
+class Eagle3(Drafter):
     """Chains from an EAGLE head. Raises SpecdecError for bad parameters, and for a head that cannot be read."""
 
     head: Any = None
@@ -73,13 +73,12 @@ class Eagle3(BaseDrafter):
         made._context, made._rows, made._layers = context, None, ()
         before = context.previous.get(self.name)
         made._before = before._rows if isinstance(before, Eagle3) and before._head is self._head else None
-        target = getattr(context, "target", None)
+        target = context.target
         embedding = lm_head = None
         if target is not None:
             check_fit(self._head.config, target.config)
             made._layers = self._observed(target.config.num_hidden_layers)
-            model = target.view.model
-            embedding, lm_head = model.get_input_embeddings(), model.get_output_embeddings()
+            embedding, lm_head = context.embedding, context.head
         self._head.borrow(embedding, lm_head)
         return made
 
@@ -104,10 +103,7 @@ class Eagle3(BaseDrafter):
         config = self._head.config
         if not self._layers:
             self._layers = self._observed(len(output.hidden) - 1)
-        if len(output.hidden) > len(self._layers):  # all of them
-            states = torch.cat([output.hidden[i] for i in self._layers], dim=-1)
-        else:
-            states = torch.cat(output.hidden, dim=-1)
+        states = output.states(self._layers)
         if states.shape[-1] != config.observed_size:
             raise SpecdecError(
                 f"eagle3: the target shows {states.shape[-1]} numbers a token in the layers {list(self._layers)}, and "
