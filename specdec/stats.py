@@ -31,10 +31,14 @@ class DraftWarning(UserWarning):
 
 @dataclass
 class Counters:
-    """Upstream's counters of one strategy; times in seconds. `n_gen_...` and `n_acc_...` end where the text ends, as
-    all figures do (upstream counts a whole draft, and an end of text as the target's own); calls are counted as
-    upstream does. Of automatic length (length.py): requests in which it was passed over, and requests by the number of
-    tokens to verify."""
+    """Upstream's counters of one strategy; times in seconds.
+
+    `n_gen_...` and `n_acc_...` end where the text ends, as all figures do (upstream counts a whole draft, and an end of
+    text as the target's own); calls are counted as upstream does.
+
+    n_skipped: requests in which automatic length passed the strategy over.
+    n_asked_per_length[n]: requests of automatic length for n tokens to verify.
+    """
 
     n_call_begin: int = 0
     n_call_draft: int = 0
@@ -72,11 +76,13 @@ class Counters:
 
 
 class RoundRecord(NamedTuple):
-    """One closed round of a row: the strategy that drafted (None: no draft), tokens drafted and accepted.
+    """One closed round of a row.
 
-    Of a tree: nodes drafted, nodes of the accepted path; `levels`: its depth (None: a chain, one level a token);
-    `exhausted`: the path ended at a node without children, so that nothing was tested below it. `own`: whether the
-    target's own token followed, and the text did not end before it.
+    strategy: the one that drafted; None = no draft.
+    drafted, accepted: tokens; of a tree, its nodes and those of the accepted path.
+    levels: depth of a tree; None = a chain, one level a token.
+    exhausted: the path of a tree ended at a node without children, so that nothing was tested below it.
+    own: whether the target's own token followed; False = the text ended before it.
     """
 
     strategy: str | None
@@ -103,15 +109,31 @@ class RoundRecord(NamedTuple):
 
 @dataclass(frozen=True)
 class Tally:
-    """Acceptance figures of a set of rounds. Ratios of nothing are None, except acceptance_length, which is then 1."""
+    """Acceptance figures of a set of rounds. Ratios of nothing are None, except acceptance_length, which is then 1.
+
+    rounds, drafted_rounds: all of them, and those with a draft.
+    draft_tokens: tokens of chains and nodes of trees.
+    tested_tokens: levels of drafts at which a token was tested, at most one more than were accepted.
+    accepted_tokens: of a tree, those of its path.
+    generated_tokens: accepted tokens and the target's own.
+    acceptance_length: 1 + accepted tokens of a drafted round.
+    acceptance: accepted / tested tokens, the `a` of `specdec.theory`.
+    draft_acceptance_rate: accepted / drafted tokens.
+    acceptance_rate_per_position[i]: share of drafted rounds that accepted at least i + 1 tokens, of trees by depth.
+    conditional_acceptance_rate_per_position[i]: the same among the rounds in which token i was tested, all before it
+        accepted; positions that never were have no entry.
+    acceptance_histogram[n]: drafted rounds that accepted exactly n tokens.
+    """
 
     rounds: int
     drafted_rounds: int
     draft_tokens: int
+    tested_tokens: int
     accepted_tokens: int
     generated_tokens: int
     acceptance_length: float
     tokens_per_round: float | None
+    acceptance: float | None
     draft_acceptance_rate: float | None
     acceptance_rate_per_position: list[float]
     conditional_acceptance_rate_per_position: list[float]
@@ -119,11 +141,7 @@ class Tally:
 
     @staticmethod
     def of(records: Iterable[RoundRecord]) -> Tally:
-        """Count rounds. draft_tokens: tokens of chains and nodes of trees; accepted_tokens of a tree: its path.
-        acceptance_rate_per_position[i]: share of drafted rounds that accepted at least i + 1 drafts, of trees by depth;
-        conditional_...[i]: the same among the rounds in which draft i was tested (all before it stood; positions that
-        never were have no entry);
-        acceptance_histogram[n]: drafted rounds that accepted exactly n."""
+        """Count rounds."""
         records = list(records)
         drafted = [r for r in records if r.drafted > 0]
         longest = max((r.depth for r in drafted), default=0)
@@ -135,10 +153,12 @@ class Tally:
             rounds=len(records),
             drafted_rounds=len(drafted),
             draft_tokens=proposed,
+            tested_tokens=sum(tested),
             accepted_tokens=accepted,
             generated_tokens=generated,
             acceptance_length=1 + accepted / len(drafted) if drafted else 1.0,
             tokens_per_round=generated / len(records) if records else None,
+            acceptance=accepted / sum(tested) if sum(tested) else None,
             draft_acceptance_rate=accepted / proposed if proposed else None,
             acceptance_rate_per_position=[n / len(drafted) for n in reached],
             conditional_acceptance_rate_per_position=[n / t for n, t in zip(reached, tested, strict=True) if t],

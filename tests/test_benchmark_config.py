@@ -9,9 +9,10 @@ import pytest
 from specdec import SpecdecError
 from specdec.config import from_dict
 from specdec.research.bench import run
-from specdec.research.bench.config import BenchConfig, DataChoice, ModelChoice
+from specdec.research.bench.config import BenchConfig, DataChoice
 from specdec.research.bench.contenders import make_contender
 from specdec.research.bench.pair import Pair
+from specdec.research.models.choice import ModelChoice
 
 PLAIN: dict[str, Any] = {"contenders": {"plain": {"kind": "specdec"}}, "scenarios": {"one": {}}}
 

@@ -20,13 +20,14 @@ from specdec.config import from_dict, load_yaml
 from specdec.decoding.provenance import hash_ids, hash_template
 from specdec.errors import SpecdecError
 from specdec.research.bench import profile, run, targets
-from specdec.research.bench.config import BenchConfig, DataChoice, ModelChoice, Scenario, Target
+from specdec.research.bench.config import BenchConfig, DataChoice, Scenario, Target
 from specdec.research.bench.contenders import make_contender
 from specdec.research.bench.contenders.base import until_end
 from specdec.research.bench.contenders.hf import left_padded
-from specdec.research.bench.pair import Pair, bytes_read, items, long_rows, parameter_bytes, placed
+from specdec.research.bench.pair import Pair, items, long_rows
 from specdec.research.bench.scenario import ScenarioRun
 from specdec.research.models import smollm2
+from specdec.research.models.choice import ModelChoice, bytes_read, parameter_bytes, placed
 from specdec.research.models.inflate import coarsen
 from specdec.research.prompts.datasets import load_prompts
 from tests.helpers.tiny import tiny_model

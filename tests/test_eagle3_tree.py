@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from specdec.drafters.eagle3 import EagleHead, Tree, TreePasses, TreeSize, grow
 from specdec.drafters.eagle3.dynamic_tree import Frontier
@@ -174,65 +172,3 @@ def along(head: EagleHead, given: tuple[Tensor, Tensor], entries: int, path: lis
         features = torch.cat([features, out[:, -1:]], dim=1)
         logits, out = from_scratch(head, embeddings, features)
     return logits[0, -1].log_softmax(-1)
-
-
-class Growing:
-    """A whole tree of ragged rows as one function of tensors: the features and logits after the newest tokens."""
-
-    def __init__(self, device: str, size: TreeSize, entries: list[int]):
-        self.head = random_head(5, norm_output=True).to(device)
-        self.size = size
-        rows = Rows(self.head, len(entries), max(entries) + size.slots)
-        texts = [text(self.head, row, max(entries)) for row in range(len(entries))]
-        fed = [torch.cat([t[i] for t in texts]).to(device) for i in (0, 1)]
-        with torch.device(device):
-            logits, features = rows.feed(fed[0], fed[1], [0] * len(entries), entries)
-            last = torch.tensor([max(n - 1, 0) for n in entries])
-            numbers = torch.arange(len(entries))
-            self.inputs = (logits[numbers, last], features[numbers, last], torch.tensor(entries))
-        self.rows = rows
-
-    def __call__(self, logits: Tensor, features: Tensor, entries: Tensor) -> tuple[Tensor, Tensor]:
-        masks = MaskBuilder(self.head.config, RAGGED, torch.float32)
-        passes = TreePasses(self.head, masks, self.rows.cache, self.size, self.rows.cache.capacity)
-        passes.start(features, entries)
-        tree = grow(logits.log_softmax(-1), self.size, passes)
-        return self.head.to_target(tree.tokens), tree.parents
-
-
-def test_growing_reads_nothing_on_the_host() -> None:
-    """Traced with tensors that hold no values: a read would raise."""
-    growing = Growing("cpu", TreeSize(3, 3, 20), [7, 0, 4])
-    expected = growing(*growing.inputs)
-    traced = make_fx(growing, tracing_mode="fake", _allow_non_fake_inputs=True)
-    program = traced(*growing.inputs)
-    for got, wanted in zip(program(*growing.inputs), expected, strict=True):
-        assert torch.equal(got, wanted)
-
-
-def test_a_read_on_the_host_would_be_found() -> None:
-    """Negative control."""
-    with pytest.raises(GuardOnDataDependentSymNode):
-        make_fx(lambda x: x + int(x.sum()), tracing_mode="fake")(torch.ones(3))
-
-
-@pytest.mark.gpu
-def test_growing_is_recorded_as_a_cuda_graph() -> None:
-    growing = Growing("cuda", TreeSize(), [30, 0, 4, 17])
-    fixed = [t.clone() for t in growing.inputs]
-    torch.cuda.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        growing(*fixed)  # allocates
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        recorded = growing(*fixed)
-    for round_ in range(3):
-        logits = growing.inputs[0] + torch.randn_like(growing.inputs[0]) * round_
-        fixed[0].copy_(logits)
-        graph.replay()
-        got = [t.clone() for t in recorded]
-        torch.cuda.set_sync_debug_mode("error")
-        wanted = growing(logits, *growing.inputs[1:])
-        torch.cuda.set_sync_debug_mode("default")
-        assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec import PromptLookup, SpeculativeDecoder
+from specdec import DraftModel, PromptLookup, SpeculativeDecoder
 from specdec.stats import Counters, RoundRecord, Stats, Tally, Times
-from tests.helpers.playing import check_counts, quoting_ids
+from tests.helpers.playing import check_counts, quoting_ids, weaker
 from tests.helpers.tiny import tiny_model
 
 RECORDS = [
@@ -35,9 +35,35 @@ def test_figures_of_hand_written_rounds() -> None:
     assert t.acceptance_histogram == [1, 1, 0, 1, 1]
 
 
+def test_of_a_tree_one_token_a_level_is_tested() -> None:
+    """Nodes are not tokens that were tested, and below a node without children nothing is."""
+    whole = RoundRecord("t", 8, 3, levels=3)
+    rejected = RoundRecord("t", 8, 1, levels=3)
+    exhausted = RoundRecord("t", 8, 2, levels=3, exhausted=True)
+    chain = RoundRecord("t", 3, 0)
+    found = [(Tally.of([r]).tested_tokens, Tally.of([r]).accepted_tokens) for r in (whole, rejected, exhausted, chain)]
+    assert found == [(3, 3), (2, 1), (2, 2), (1, 0)]
+    pooled = Tally.of([whole, rejected, exhausted, chain])
+    assert pooled.acceptance == 6 / 8
+    assert Stats(rows=[[whole], [rejected]]).acceptance == 4 / 5
+
+
+def test_acceptance_of_a_real_tree_counts_what_was_tested() -> None:
+    model = tiny_model("llama")
+    out = SpeculativeDecoder(model, weaker(model), check=False).generate(
+        quoting_ids(9, 1), 24, strategies=[DraftModel(tree=[3, 2, 1])]
+    )
+    t, records = out.stats.total, out.stats.rows[0]
+    levels = [sum(r.tested(i) for i in range(r.depth)) for r in records]
+    assert t.tested_tokens == sum(levels) < t.draft_tokens
+    assert t.acceptance == t.accepted_tokens / t.tested_tokens
+    assert all(r.accepted <= n <= r.accepted + 1 for r, n in zip(records, levels, strict=True))
+
+
 def test_figures_of_nothing() -> None:
     t = Tally.of([])
     assert (t.rounds, t.acceptance_length, t.tokens_per_round, t.draft_acceptance_rate) == (0, 1.0, None, None)
+    assert (t.tested_tokens, t.acceptance) == (0, None)
     assert t.acceptance_rate_per_position == t.acceptance_histogram == []
     plain = Tally.of([RoundRecord(None, 0, 0)] * 3)
     assert (plain.tokens_per_round, plain.acceptance_length, plain.generated_tokens) == (1.0, 1.0, 3)
@@ -94,7 +120,7 @@ def test_strategies_and_rows_are_parts_of_the_whole() -> None:
     assert stats.tokens_per_round == 13 / 5
     assert stats.emitted_tokens == 12
     with pytest.raises(AttributeError):
-        _ = stats.acceptance
+        _ = stats.accept_rate
 
 
 def test_a_real_call_has_every_figure_by_its_name() -> None:
@@ -102,7 +128,8 @@ def test_a_real_call_has_every_figure_by_its_name() -> None:
         [quoting_ids(20, 1), quoting_ids(9, 2)], 12, strategies=[PromptLookup(ngram_max=1)]
     )
     figures = {
-        "rounds", "drafted_rounds", "draft_tokens", "accepted_tokens", "generated_tokens", "emitted_tokens",
+        "rounds", "drafted_rounds", "draft_tokens", "tested_tokens", "accepted_tokens", "generated_tokens",
+        "emitted_tokens", "acceptance",
         "acceptance_length", "tokens_per_round", "draft_acceptance_rate", "acceptance_rate_per_position",
         "conditional_acceptance_rate_per_position", "acceptance_histogram",
     }  # fmt: skip

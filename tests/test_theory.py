@@ -360,3 +360,13 @@ def test_bad_input_is_one_line_that_names_the_argument(call: object, named: str)
         call()  # type: ignore[operator]
     assert str(caught.value).startswith(f"{named}: ")
     assert "\n" not in str(caught.value)
+
+
+def test_costs_give_the_speedup_and_the_best_length_of_their_c_and_v() -> None:
+    costs = theory.Costs(0.1, lambda drafted: 0.02 * drafted)
+    tokens = theory.tokens_per_round(0.8, 4)
+    assert costs.speedup(tokens, 4, 4) == pytest.approx(theory.speedup(0.8, 4, 0.1, 0.08))
+    assert costs.best_k(0.8) == theory.best_k(0.8, 0.1, lambda k: 0.02 * k)
+    # Half of the rounds draft: they alone pay for the wide pass.
+    assert costs.of_round(2, 4, share=0.5) == pytest.approx(1 + 0.2 + 0.04)
+    assert theory.Costs().of_round(7, 7) == 1

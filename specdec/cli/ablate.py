@@ -18,7 +18,7 @@ from specdec.research.ablation.merge import REPORT, check_packages, merge
 from specdec.research.ablation.report import EVERY_ROW_FAILED
 from specdec.research.ablation.runner import run_ablation
 from specdec.research.ablation.store import Plan
-from specdec.research.bench.report import interval
+from specdec.research.bench.tables import interval
 
 FAILED = 1
 SHOWN = 10

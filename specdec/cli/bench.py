@@ -21,7 +21,7 @@ from specdec.files.texts import as_path
 from specdec.research.bench.config import BenchConfig
 from specdec.research.bench.document import without_rows
 from specdec.research.bench.run import faults, missed, run_bench
-from specdec.research.bench.smoke import METHODS, SUITES, equal, run_smoke
+from specdec.research.bench.smoke import SUITES, equal, run_smoke, tables
 from specdec.research.exactness.run import PARTS, ExactnessConfig, run_exactness
 from specdec.research.exactness.summary import exact_holds
 
@@ -163,40 +163,6 @@ def _check_writable(path: Path) -> None:
 
 
 def _print(console: Console, result: dict[str, Any]) -> None:
-    for name, suite in result["suites"].items():
-        if "skipped" in suite:
-            console.print(f"{name}: skipped: {suite['skipped']}", style="yellow", soft_wrap=True)
-            continue
-        console.print(_speeds(name, suite["summary"]))
-        console.print(_rounds(suite["summary"]))
-
-
-def _speeds(name: str, summary: dict[str, Any]) -> Any:
-    made = output.table(
-        "prompts", *METHODS, "plain : transformers", "speculative : plain", "same ids",
-        title=f"{name}: tokens per second and ratios, median (range)",
-    )  # fmt: skip
-    for category, entry in summary.items():
-        same = "yes" if all(entry["equal_token_ids"].values()) else "NO"
-        ratios = [_spread(entry["ratios"][r]) for r in ("plain_to_transformers", "speculative_to_plain")]
-        made.add_row(category, *(f"{entry['tokens_per_second'][m]['median']:.1f}" for m in METHODS), *ratios, same)
-    return made
-
-
-def _rounds(summary: dict[str, Any]) -> Any:
-    made = output.table(
-        "prompts", "tokens/round", "accept length", "plain ms", "draft ms", "verify ms", "other ms", "best length",
-        title="milliseconds of a plain and of a speculative round, and the draft length that theory advises",
-    )  # fmt: skip
-    for category, entry in summary.items():
-        plain, drafted = entry["ms_per_round"]["plain"], entry["ms_per_round"]["speculative"]
-        best = entry["advice"]["best_draft_length"]
-        made.add_row(
-            category, f"{entry['tokens_per_round']:.2f}", f"{entry['acceptance_length']:.2f}", f"{plain['verify']:.1f}",
-            *(f"{drafted[part]:.1f}" for part in ("draft", "verify", "other")), str(best) if best else "off",
-        )  # fmt: skip
-    return made
-
-
-def _spread(entry: dict[str, float]) -> str:
-    return f"{entry['median']:.2f} ({entry['min']:.2f}-{entry['max']:.2f})"
+    for table in tables(result):
+        if table.rows:
+            console.print(output.rendered(table))

@@ -19,7 +19,7 @@ from specdec.cli.options import SETS, AsJson, Generation, Prompts, with_groups
 from specdec.research.ablation.compare import compare as run_compare
 from specdec.research.ablation.compare import compare_config
 from specdec.research.ablation.merge import check_packages
-from specdec.research.bench.report import interval
+from specdec.research.bench.tables import interval
 
 FAILED = 1
 POSITIONS = 6

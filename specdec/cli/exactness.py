@@ -12,7 +12,7 @@ from specdec.cli import output
 from specdec.config import load_yaml
 from specdec.research.exactness.equality import Report
 from specdec.research.exactness.run import ExactnessConfig
-from specdec.research.exactness.summary import RunRow, rows
+from specdec.research.exactness.summary import rows, table
 
 
 def exactness_config(
@@ -39,25 +39,6 @@ def print_exactness(console: Console, result: dict[str, Any]) -> None:
             f"{dtype}: other content changed a token's logits in {found['differing']} of {found['compared']} passes "
             f"of one shape (largest difference {found['largest']:.3g})"
         )
-    made = output.table(
-        "dtype x slots", "chain", "identical", "tok/s", "x plain", "tok/round", "accept", "cost",
-        title="Rows identical to plain decoding. x plain: speed over the fastest plain; cost: of an exact plain pass",
-    )  # fmt: skip
     runs = list(rows(result))
-    for row in runs:
-        if row.skipped is None:
-            failed = row.exact and row.identical != row.prompts
-            made.add_row(*_cells(row), style="bold red" if failed else "")
-    console.print(made)
-    for row in runs:
-        if row.skipped is not None:
-            console.print(f"{row.part}: {row.setting}, {row.chain}: skipped: {row.skipped}", style="yellow")
-
-
-def _cells(row: RunRow) -> tuple[str, ...]:
-    others = f" ({row.verdicts})" if row.verdicts else ""
-    return (
-        row.setting, row.chain, f"{row.identical} of {row.prompts}{others}",
-        output.number(row.tokens_per_second, 1), output.number(row.speedup), output.number(row.tokens_per_round),
-        output.number(row.acceptance), "-" if row.cost is None else f"{row.cost:+.0%}",
-    )  # fmt: skip
+    failed = [row.exact and row.skipped is None and row.identical != row.prompts for row in runs]
+    console.print(output.rendered(table([result]), ["bold red" if it else "" for it in failed]))

@@ -12,12 +12,14 @@ from typing import Any
 from huggingface_hub.utils import enable_progress_bars
 from huggingface_hub.utils import logging as hub_logging
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 from transformers.utils import logging as transformers_logging
 
-from specdec.research.bench.report import figure as number
+from specdec.research.bench import tables
+from specdec.research.bench.tables import figure as number
 
 COLOURS = ("green", "cyan", "magenta", "yellow", "blue", "red")
 WIDTH = 120  # of tables where the output is not a terminal
@@ -85,6 +87,14 @@ def table(*columns: str, title: str | None = None, whole_names: bool = False) ->
     for i, column in enumerate(columns):
         made.add_column(column, justify="left" if i == 0 else "right", no_wrap=whole_names and i == 0)
     return made
+
+
+def rendered(made: tables.Table, styles: Sequence[str] = ()) -> Table:
+    """A table of figures; styles: of its rows."""
+    shown = table(*made.heads, title=made.title, whole_names=True)
+    for i, row in enumerate(made.rows):
+        shown.add_row(*map(escape, row), style=styles[i] if styles else "")
+    return shown
 
 
 def colours(strategies: Sequence[str]) -> dict[str, str]:

@@ -217,6 +217,11 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+def failure(error: BaseException) -> str:
+    """An error's type and what it says first, in one line."""
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
 def is_unicode(text: str) -> bool:
     """Whether a text can be encoded: it holds no half of a surrogate pair."""
     return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)

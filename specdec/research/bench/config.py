@@ -8,43 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from specdec.config import as_list, check_number, check_whole, from_dict
 from specdec.drafters.costs import CONTEXTS, WIDTHS, check_axes
 from specdec.errors import SpecdecError
-from specdec.research.models.inflate import check_coarsening
+from specdec.research.models.choice import ModelChoice
 
 T = TypeVar("T")
 SEPARATOR = "/"  # of the paths by which targets name figures
-_DTYPES = ("float32", "bfloat16", "float16")
-
-
-@dataclass(frozen=True)
-class ModelChoice:
-    """The pair. target, draft: a hub id, a folder, a GGUF file, `demo-target` / `demo-draft`, or `smollm2-135m`
-    (fetched, or from what the variable SPECDEC_SMOLLM2 names: `smollm2.folder_of`); draft None = the target as loaded,
-    coarsened by `coarsen` (None = 0.2); inflate: sizes to grow the target to, as `Inflation.parse` takes them; dtype
-    None = bfloat16 on a GPU, float32 on a CPU."""
-
-    target: str = "demo-target"
-    draft: str | None = "demo-draft"
-    inflate: str | None = None
-    coarsen: float | None = None
-    device: str | None = None
-    dtype: str | None = None
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "coarsen", check_coarsening(self.draft, self.coarsen, "models: "))
-        if self.dtype is not None and self.dtype not in _DTYPES:
-            raise SpecdecError(f"models: dtype must be one of {', '.join(_DTYPES)}, got {self.dtype!r}")
 
 
 @dataclass(frozen=True)
 class DataChoice:
-    """Prompts: a set of `load_prompts`, through the chat template where there is one; seed: of the choice; longest:
-    tokens of a prompt's text, the rest is cut."""
+    """Prompts, through the chat template where there is one.
+
+    dataset, categories, seed: as `load_prompts` takes them.
+    longest: tokens of a prompt's text; the rest is cut.
+    """
 
     dataset: str = "spec-bench"
     categories: tuple[str, ...] | None = None
@@ -59,9 +40,12 @@ class DataChoice:
 class Scenario:
     """One workload for some contenders.
 
-    contenders: names, None = all; batch: rows of a call; prompts: rows in all; repeats: at most, as time allows;
-    context: give every prompt this many tokens, None = as they are; ignore_eos: go on after an end token; share: of the
-    time limit, relative to the other scenarios.
+    contenders: names; None = all.
+    batch, prompts: rows of a call, and in all.
+    repeats: at most, as time allows.
+    context: tokens that every prompt is filled up to; None = prompts as they are.
+    ignore_eos: go on after an end token.
+    share: of the time limit, relative to the other scenarios.
     """
 
     contenders: tuple[str, ...] | None = None
@@ -85,8 +69,8 @@ class Scenario:
 
 @dataclass(frozen=True)
 class PassChoice:
-    """Single passes of the target, for the contenders named (kind `specdec`): batches x widths (tokens a row) x lengths
-    (K/V slots)."""
+    """Single passes of the target, for contenders of kind `specdec`: batches x widths (tokens of a row) x lengths (K/V
+    slots)."""
 
     contenders: tuple[str, ...] = ("plain",)
     batches: tuple[int, ...] = (1,)
@@ -101,8 +85,8 @@ class PassChoice:
 
 @dataclass(frozen=True)
 class ProfileChoice:
-    """A profile of `rounds` rounds of some contenders (kind `specdec`) on the first prompt of `scenario`, after
-    `skip` others."""
+    """A profile of `rounds` rounds after `skip` others, of contenders of kind `specdec` on the first prompt of
+    `scenario` (None = of the first)."""
 
     contenders: tuple[str, ...] = ("draft-model",)
     scenario: str | None = None
@@ -116,8 +100,8 @@ class ProfileChoice:
 
 @dataclass(frozen=True)
 class CostChoice:
-    """What passes cost, measured once before the scenarios and kept in the result: contenders (kind `specdec`, of equal
-    settings) choose automatic lengths from it; the rest as `specdec.measure_costs` takes it."""
+    """A cost table that is measured before the scenarios, as `specdec.measure_costs` takes the rest. `contenders`, of
+    kind `specdec` and with equal passes, choose automatic lengths from it."""
 
     contenders: tuple[str, ...] = ()
     batches: tuple[int, ...] = (1,)
@@ -158,8 +142,12 @@ class Target:
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """A benchmark. reference: the contender (plain decoding) whose token ids the others are compared with; minutes: the
-    time limit, None = none; it takes repeats away, never contenders."""
+    """A benchmark.
+
+    contenders: name -> kind and options.
+    reference: the contender (plain decoding) whose token ids the others are compared with.
+    minutes: the time limit, which takes repeats away, never contenders; None = none.
+    """
 
     contenders: Mapping[str, Mapping[str, Any]]
     scenarios: Mapping[str, Scenario]
@@ -179,11 +167,8 @@ class BenchConfig:
                 value = {}
             if not (value is None or isinstance(value, cls)):
                 object.__setattr__(self, name, from_dict(cls, value, name))
-        for name, cls in _TABLES.items():
+        for name, cls in (("scenarios", Scenario), ("targets", Target)):
             object.__setattr__(self, name, _table(name, getattr(self, name), cls))
-        self._check()
-
-    def _check(self) -> None:
         if not (isinstance(self.contenders, Mapping) and self.contenders and self.scenarios):
             raise SpecdecError("a benchmark needs contenders and scenarios")
         for name, options in self.contenders.items():
@@ -191,10 +176,13 @@ class BenchConfig:
                 raise SpecdecError(f"contender {name!r}: expected options with a kind, and a name without {SEPARATOR}")
         if self.minutes is not None:
             check_number("minutes", self.minutes, 0.0, 1e6)
+        self._check_names()
+
+    def _check_names(self) -> None:
+        """Raise SpecdecError for a contender or scenario that is named and not there."""
         named: dict[str, tuple[str, ...]] = {"reference": (self.reference,)}
         named |= {f"scenario {name}": s.contenders or () for name, s in self.scenarios.items()}
-        parts = {part: getattr(self, part) for part in ("passes", "profile", "costs")}
-        named |= {part: choice.contenders for part, choice in parts.items() if choice}
+        named |= {part: choice.contenders for part, choice in self.parts().items()}
         for where, names in named.items():
             unknown = [name for name in names if name not in self.contenders]
             if unknown:
@@ -202,19 +190,22 @@ class BenchConfig:
         if self.profile and self.profile.scenario not in (None, *self.scenarios):
             raise SpecdecError(f"profile: no scenario {self.profile.scenario!r}")
 
+    def parts(self) -> dict[str, Any]:
+        """What is measured beside the scenarios, by name."""
+        found = {part: getattr(self, part) for part in ("passes", "profile", "costs")}
+        return {part: choice for part, choice in found.items() if choice is not None}
+
     def check_targets(self) -> None:
         """Raise SpecdecError for a target whose figure nothing in this config gives: minutes before it is missed."""
         for name, target in self.targets.items():
             for path in (target.value, *target.divisors):
                 part, *rest = path.split(SEPARATOR)
+                known: tuple[str, ...] = ()
                 if part == "scenarios" and len(rest) > 2 and rest[0] in self.scenarios:
-                    known = self.taking_part(self.scenarios[rest[0]])
-                    found = rest[1] in known
-                elif part in ("passes", "profile") and getattr(self, part) is not None and len(rest) > 1:
-                    found = rest[0] in getattr(self, part).contenders
-                else:
-                    found = False
-                if not found:
+                    known = tuple(self.taking_part(self.scenarios[rest.pop(0)]))
+                elif part in ("passes", "profile") and part in self.parts() and len(rest) > 1:
+                    known = self.parts()[part].contenders
+                if not rest or rest[0] not in known:
                     raise SpecdecError(f"target {name!r}: {path}: nothing here gives this figure")
 
     def taking_part(self, scenario: Scenario) -> list[str]:
@@ -224,15 +215,16 @@ class BenchConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data without this machine's paths."""
-        names = {name: getattr(self.models, name) for name in ("target", "draft")}
-        files = {name: value and Path(value).name for name, value in names.items()}
-        return {**asdict(self), "models": {**asdict(self.models), **files}}
+        return {**asdict(self), "models": {**asdict(self.models), **self.models.names()}}
 
 
 _PARTS: dict[str, type[Any]] = {
-    "models": ModelChoice, "data": DataChoice, "passes": PassChoice, "profile": ProfileChoice, "costs": CostChoice,
-}  # fmt: skip
-_TABLES: dict[str, type[Any]] = {"scenarios": Scenario, "targets": Target}
+    "models": ModelChoice,
+    "data": DataChoice,
+    "passes": PassChoice,
+    "profile": ProfileChoice,
+    "costs": CostChoice,
+}
 
 
 def _table(what: str, values: Any, cls: type[T]) -> dict[str, T]:

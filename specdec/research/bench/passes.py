@@ -16,7 +16,9 @@ import torch
 from specdec.models.runner import Runner, Shapes
 from specdec.research.bench.config import PassChoice
 from specdec.research.bench.contenders.own import Own
-from specdec.research.bench.pair import Item, bytes_read
+from specdec.research.bench.pair import Item
+from specdec.research.models.choice import bytes_read
+from specdec.theory import Costs
 
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 28}
 PASSES, REPEATS = 20, 3
@@ -30,23 +32,19 @@ def synchronise(device: torch.device) -> None:
 
 
 def timed(run: Callable[[], Any], device: torch.device) -> dict[str, float]:
-    """Milliseconds a pass: median, least and most of REPEATS, each over up to PASSES in a row; after two that are not
-    timed, as recording and compiling take the first."""
-    run()
-    synchronise(device)
-    started = time.perf_counter()
-    run()
-    synchronise(device)
-    once = time.perf_counter() - started
-    passes = max(1, min(PASSES, int(SECONDS / REPEATS / max(once, 1e-9))))
-    found = []
-    for _ in range(REPEATS):
+    """Milliseconds of a pass: median, least and most of REPEATS, each over up to PASSES in a row; after two that are
+    not timed, as recording and compiling take the first."""
+
+    def seconds(passes: int) -> float:
         started = time.perf_counter()
         for _ in range(passes):
             run()
         synchronise(device)
-        found.append((time.perf_counter() - started) / passes * 1e3)
-    found.sort()
+        return (time.perf_counter() - started) / passes
+
+    seconds(1)
+    passes = max(1, min(PASSES, int(SECONDS / REPEATS / max(seconds(1), 1e-9))))
+    found = sorted(1e3 * seconds(passes) for _ in range(REPEATS))
     return {"median": found[len(found) // 2], "min": found[0], "max": found[-1]}
 
 
@@ -58,9 +56,7 @@ def bandwidth(device: torch.device, size: int | None = None) -> float:
     return 2 * size / (timed(lambda: target.copy_(source), device)["median"] / 1e3)
 
 
-def pass_ms(
-    runner: Runner, shapes: Shapes, batch: int, width: int, length: int, capacity: int
-) -> dict[str, float]:  # fmt: skip
+def pass_ms(runner: Runner, shapes: Shapes, batch: int, width: int, length: int, capacity: int) -> dict[str, float]:
     """Milliseconds of a pass of `width` tokens a row that ends at `length` slots, in the runner's own mode."""
     cache = runner.lease(batch, capacity)
     tokens = torch.randint(0, runner.vocab_size, (batch, width), device=runner.device)
@@ -72,28 +68,25 @@ def pass_ms(
 
 
 def pass_table(contender: Own, choice: PassChoice, copy: float) -> dict[str, Any]:
-    """Every batch, width and length of the config, in the contender's mode but with the widths asked for: name ->
-    times, bytes a second, and the time over that of reading the weights once."""
+    """Every batch, length and width of the config, in the contender's mode but with the widths asked for.
+
+    Returns name -> times, bytes a second, and the time over that of reading the weights once, at `copy` bytes a second.
+    """
     runner = contender.decoder.target
-    read = bytes_read(runner.model)
-    table: dict[str, Any] = {}
-    for batch in choice.batches:
-        for length in choice.lengths:
-            for width in choice.widths:
-                capacity = runner.pool.room(max(choice.lengths))
-                shapes = Shapes.choose(runner.device, False, capacity)
-                entry = pass_ms(runner, shapes, batch, shapes.width(width), length, capacity)
-                table[f"batch {batch}, width {width}, {length} slots"] = {
-                    "ms": entry["median"], **entry, "bytes_per_second": read / entry["median"] * 1e3,
-                    "times_read_once": entry["median"] / 1e3 / (read / copy),
-                }  # fmt: skip
+    read, capacity = bytes_read(runner.model), runner.pool.room(max(choice.lengths))
+    shapes, table = Shapes.choose(runner.device, False, capacity), {}
+    for batch, length, width in [(b, n, w) for b in choice.batches for n in choice.lengths for w in choice.widths]:
+        entry = pass_ms(runner, shapes, batch, shapes.width(width), length, capacity)
+        speed = {"bytes_per_second": read / entry["median"] * 1e3}
+        speed["times_read_once"] = entry["median"] / 1e3 / (read / copy)
+        table[f"batch {batch}, width {width}, {length} slots"] = {"ms": entry["median"], **entry, **speed}
     return table
 
 
 @dataclass(frozen=True)
 class PassCosts:
-    """Milliseconds of the passes that a contender's rounds are made of, alone and in a row: of the target, as plain
-    decoding runs them and with a draft, and of the draft."""
+    """Milliseconds of the passes of a contender's rounds, alone and in a row: of the target as plain decoding runs them
+    and with a draft, and of the draft."""
 
     plain: float
     verify: float
@@ -101,13 +94,18 @@ class PassCosts:
 
     @property
     def c(self) -> float:
-        """A draft pass in units of a plain pass."""
+        """A draft pass, in plain passes."""
         return self.draft / self.plain
 
     @property
     def v(self) -> float:
-        """What a pass with a draft costs more than a plain one, in its units."""
+        """What a pass with a draft costs more than a plain one, in plain passes."""
         return self.verify / self.plain - 1
+
+    @property
+    def relative(self) -> Costs:
+        """The same for theory, for drafts of the length that was measured."""
+        return Costs(self.c, lambda drafted: self.v)
 
 
 def pass_costs(contender: Own, item: Item, max_new_tokens: int, drafted: int) -> PassCosts:
@@ -116,14 +114,13 @@ def pass_costs(contender: Own, item: Item, max_new_tokens: int, drafted: int) ->
     decoder, batch = contender.decoder, len(item.prompts)
     target, draft = decoder.target, decoder.draft
     exact = decoder.resolve_exact(contender.generation.exact, contender.strategies)
-    needed = item.longest + max_new_tokens
-    length = item.longest + max_new_tokens // 2
-    capacity = target.pool.room(needed)
-    shapes = Shapes.choose(target.device, exact, capacity)
-    widths = [shapes.width(min(n, shapes.verify_width)) for n in (1, 1 + drafted)]
-    plain, verify = (pass_ms(target, shapes, batch, max(w, 1), max(length, w), capacity)["median"] for w in widths)
-    if draft is None:
-        return PassCosts(plain, verify, 0.0)
-    room = draft.pool.room(needed)
-    own = Shapes.choose(draft.device, False, room)
-    return PassCosts(plain, verify, pass_ms(draft, own, batch, own.width(1), length, room)["median"])
+    needed, length = item.longest + max_new_tokens, item.longest + max_new_tokens // 2
+
+    def ms(runner: Runner, fixed: bool, tokens: int) -> float:
+        capacity = runner.pool.room(needed)
+        shapes = Shapes.choose(runner.device, fixed, capacity)
+        width = shapes.width(min(tokens, shapes.verify_width))
+        return pass_ms(runner, shapes, batch, width, max(length, width), capacity)["median"]
+
+    plain, verify = (ms(target, exact, tokens) for tokens in (1, 1 + drafted))
+    return PassCosts(plain, verify, 0.0 if draft is None else ms(draft, False, 1))

@@ -18,6 +18,7 @@ import torch
 from specdec.decoding.provenance import device_name
 from specdec.decoding.timing import measure_costs
 from specdec.errors import SpecdecError
+from specdec.files.texts import failure
 from specdec.research.bench.config import BenchConfig
 from specdec.research.bench.contenders import Contender, Own, make_contender
 from specdec.research.bench.document import origin
@@ -30,13 +31,11 @@ from specdec.research.prompts.datasets import load_prompts
 from specdec.research.prompts.sources import HUB
 
 Progress = Callable[[str], None]
+Save = Callable[[dict[str, Any]], None]
 
 
 def run_bench(
-    config: BenchConfig,
-    name: str,
-    progress: Progress = lambda what: None,
-    save: Callable[[dict[str, Any]], None] = lambda result: None,
+    config: BenchConfig, name: str, progress: Progress = lambda what: None, save: Save = lambda result: None
 ) -> dict[str, Any]:
     """Run a benchmark; `save` gets the result so far after every part. Raises SpecdecError for a config that cannot
     run and for models that cannot be loaded."""
@@ -47,12 +46,10 @@ def run_bench(
     pair = Pair.build(config.models)
     for contender in contenders.values():
         contender.enter(pair)
-    result: dict[str, Any] = {
-        "benchmark": "bench", "name": name, **origin(), "device": device_name(pair.device), "config": config.to_dict(),
-        "models": pair.facts(), "seconds": {"models": time.perf_counter() - started}, "scenarios": {}, "passes": {},
-        "profile": {},
-        "contenders": {n: {"kind": c.kind, "version": c.version(), **c.settings()} for n, c in contenders.items()},
-    }  # fmt: skip
+    result = {"benchmark": "bench", "name": name, **origin(), "device": device_name(pair.device)}
+    result |= {"config": config.to_dict(), "models": pair.facts(), "scenarios": {}, "passes": {}, "profile": {}}
+    result["contenders"] = {n: {"kind": c.kind, "version": c.version(), **c.settings()} for n, c in contenders.items()}
+    result["seconds"] = {"models": time.perf_counter() - started}
     try:
         progress("measuring a copy")
         result["copy"] = {"bytes_per_second": bandwidth(pair.device), "counted": "bytes read and bytes written"}
@@ -66,18 +63,27 @@ def _check(config: BenchConfig, contenders: Mapping[str, Contender]) -> None:
     reference = contenders[config.reference]
     if not isinstance(reference, Own) or not reference.plain:
         raise SpecdecError(f"reference: {config.reference!r} must be plain decoding: kind specdec without strategies")
-    for part, choice in (("passes", config.passes), ("profile", config.profile), ("costs", config.costs)):
-        for name in choice.contenders if choice is not None else ():
-            if not isinstance(contenders[name], Own):
-                raise SpecdecError(f"{part}: contender {name!r} must be of kind specdec")
-    measured = [c for n, c in contenders.items() if config.costs and n in config.costs.contenders]
-    if len({c.passes for c in measured if isinstance(c, Own)}) > 1:
+    for part, choice in config.parts().items():
+        _own(part, choice, contenders)
+    measured = _own("costs", config.costs, contenders)
+    if len({c.passes for c in measured}) > 1:
         raise SpecdecError("costs: contenders differ in compile, draft_compile, exact or fuse: one table is not theirs")
     for contender in measured:
         if "costs" in contender.options.generate:
             raise SpecdecError(f"costs: contender {contender.name!r} names a table of its own")
     if not config.data.dataset.startswith(HUB):
         load_prompts(config.data.dataset, config.data.categories)  # before models are built for nothing
+
+
+def _own(part: str, choice: Any, contenders: Mapping[str, Contender]) -> list[Own]:
+    """The contenders of a part, which must be specdec's. Raises SpecdecError."""
+    found = []
+    for name in choice.contenders if choice is not None else ():
+        contender = contenders[name]
+        if not isinstance(contender, Own):
+            raise SpecdecError(f"{part}: contender {name!r} must be of kind specdec")
+        found.append(contender)
+    return found
 
 
 @dataclass
@@ -88,19 +94,21 @@ class _Run:
     result: dict[str, Any]
     started: float
     progress: Progress
-    save: Callable[[dict[str, Any]], None]
+    save: Save
 
     def all(self) -> None:
         """Costs and passes, then the scenarios in the config's order, each with its profile."""
         self._costs()
-        self._passes()
+        for contender in _own("passes", self.config.passes, self.contenders):
+            self.progress(f"single passes of {contender.name}")
+            copy = self.result["copy"]["bytes_per_second"]
+            self.result["passes"][contender.name] = _tried(pass_table, contender, self.config.passes, copy)
         self._finish()
-        profiled = self.config.profile.scenario if self.config.profile else None
+        profiled = self.config.profile and (self.config.profile.scenario or next(iter(self.config.scenarios)))
         for name in self.config.scenarios:
             self._scenario(name)
-            if self.config.profile and profiled in (None, name):
+            if name == profiled:
                 self._profiles(name)
-                profiled = ""  # one scenario has the profile
             self._finish()
 
     def _finish(self) -> None:
@@ -110,23 +118,13 @@ class _Run:
 
     def _costs(self) -> None:
         """Measure the table that contenders choose lengths from, once, and keep it."""
-        choice = self.config.costs
-        if choice is None or not choice.contenders:
-            return
-        self.progress("measuring what passes cost")
-        own = [c for n, c in self.contenders.items() if n in choice.contenders and isinstance(c, Own)]
-        how = (choice.batches, choice.contexts, choice.widths, choice.repeats)
-        self.result["costs"] = _tried(lambda: measure_costs(own[0].decoder, *how).to_dict())
-        for contender in own:
-            contender.measured = self.result["costs"]
-
-    def _passes(self) -> None:
-        choice = self.config.passes
-        for name in choice.contenders if choice is not None else ():
-            self.progress(f"single passes of {name}")
-            contender = self.contenders[name]
-            assert isinstance(contender, Own) and choice is not None
-            self.result["passes"][name] = _tried(pass_table, contender, choice, self.result["copy"]["bytes_per_second"])
+        choice, own = self.config.costs, _own("costs", self.config.costs, self.contenders)
+        if choice is not None and own:
+            self.progress("measuring what passes cost")
+            how = (choice.batches, choice.contexts, choice.widths, choice.repeats)
+            self.result["costs"] = _tried(lambda: measure_costs(own[0].decoder, *how).to_dict())
+            for contender in own:
+                contender.measured = self.result["costs"]
 
     def _scenario(self, name: str) -> None:
         scenario = self.config.scenarios[name]
@@ -137,27 +135,22 @@ class _Run:
         self.result["scenarios"][name] = run.run()
 
     def _until(self, name: str) -> float | None:
-        """When a scenario should be over: its share of the time that is left to it and to those behind it."""
+        """When a scenario should be over: its share of the time that is left to it and to those after it."""
         if self.config.minutes is None:
             return None
         names = list(self.config.scenarios)
         shares = [self.config.scenarios[n].share for n in names[names.index(name) :]]
         now = time.perf_counter()
-        left = self.started + 60 * self.config.minutes - now
-        return now + left * shares[0] / max(sum(shares), 1e-9)
+        return now + (self.started + 60 * self.config.minutes - now) * shares[0] / max(sum(shares), 1e-9)
 
     def _profiles(self, name: str) -> None:
-        choice = self.config.profile
+        choice, scenario = self.config.profile, self.config.scenarios[name]
         assert choice is not None
-        scenario = self.config.scenarios[name]
         prompt = items(self.pair, self.config.data, replace(scenario, batch=1))[0].prompts[0]
-        for which in choice.contenders:
-            self.progress(f"profile of {which}")
-            own = self.contenders[which]
-            assert isinstance(own, Own)
-            self.result["profile"][which] = _tried(
-                profile_rounds, own, prompt, scenario.max_new_tokens, choice.rounds, choice.skip
-            )
+        for own in _own("profile", choice, self.contenders):
+            self.progress(f"profile of {own.name}")
+            how = (scenario.max_new_tokens, choice.rounds, choice.skip)
+            self.result["profile"][own.name] = _tried(profile_rounds, own, prompt, *how)
 
     def _tidy(self) -> None:
         """Let go of caches of other shapes, so that scenarios do not share a device's memory."""
@@ -174,7 +167,7 @@ def _tried(measure: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str,
     try:
         return measure(*arguments)
     except Exception as error:
-        return {"error": f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"}
+        return {"error": failure(error)}
 
 
 def faults(result: Mapping[str, Any]) -> list[str]:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
 from specdec.decoding.provenance import hash_ids
+from specdec.files.texts import failure
 from specdec.research.bench import figures
 from specdec.research.bench.config import Scenario
 from specdec.research.bench.contenders import Contender, Output, Own
 from specdec.research.bench.pair import Item, Pair
 from specdec.research.bench.passes import pass_costs, synchronise
+from specdec.research.exactness.equality import first_difference
 
 WARM_UPS = 2  # the first compiles and records; what graph pools still settle is settled after the second
 AGAIN = 4  # times that a run is made anew in which something was recorded: prompts' chunks are when they come again
@@ -23,14 +25,21 @@ Progress = Callable[[str], None]
 
 @dataclass
 class ScenarioRun:
-    """The run of a scenario. `order` has the reference first; failed contenders leave it."""
+    """The run of a scenario.
+
+    order: contenders, the reference first; those that fail leave it.
+    until: time of `time.perf_counter` at which it should be over: no repeat starts that would end later, but the first.
+    entries: what the result says of each contender.
+    runs: one entry a call.
+    references: token ids of every contender's first run, by its name and the number of the call.
+    """
 
     name: str
     scenario: Scenario
     pair: Pair
     calls: list[Item]
     order: list[Contender]
-    until: float | None  # of time.perf_counter: no repeat starts that would end later; the first always runs
+    until: float | None
     progress: Progress
     entries: dict[str, dict[str, Any]] = field(default_factory=dict)
     runs: list[dict[str, Any]] = field(default_factory=list)
@@ -39,7 +48,8 @@ class ScenarioRun:
     def run(self) -> dict[str, Any]:
         """The scenario's entry in the result."""
         started = time.perf_counter()
-        self._warm_up()
+        for contender in list(self.order):
+            self._warm_up(contender)
         warm, took = time.perf_counter(), 0.0
         for repeat in range(self.scenario.repeats):
             begun = time.perf_counter()
@@ -48,37 +58,39 @@ class ScenarioRun:
             for i in range(len(self.calls)):
                 self._turn(repeat, i)
             took = time.perf_counter() - begun
+        done = time.perf_counter()
         self._summarise()
+        rows = [prompt for call in self.calls for prompt in call.prompts]
         return {
-            "settings": asdict(self.scenario), "prompts": [name for call in self.calls for name in call.ids],
-            "prompt_tokens": [len(p) for call in self.calls for p in call.prompts],
-            "prompt_hashes": [hash_ids(p) for call in self.calls for p in call.prompts],
+            "settings": asdict(self.scenario),
+            "prompts": [name for call in self.calls for name in call.ids],
+            "prompt_tokens": [len(ids) for ids in rows],
+            "prompt_hashes": [hash_ids(ids) for ids in rows],
             "chat_template": self.calls[0].template,
-            "seconds": {"warm_up": warm - started, "runs": time.perf_counter() - warm},
-            **{"contenders": self.entries, "runs": self.runs},
-        }  # fmt: skip
+            "seconds": {"warm_up": warm - started, "runs": done - warm},
+            "contenders": self.entries,
+            "runs": self.runs,
+        }
 
-    def _warm_up(self) -> None:
-        for contender in list(self.order):
-            reason = contender.refuses(self.scenario.batch)
-            if reason is not None:
-                self._drop(contender, {"skipped": reason})
-                continue
-            self.progress(f"{self.name}: warming up {contender.name}")
-            begun, memory = time.perf_counter(), Memory.before(self.pair, contender)
-            output = None
-            for _ in range(WARM_UPS):
-                memory.reset()
-                output = self._guarded(contender, self.calls[0])
-            if output is not None:
-                needed = self.calls[0].longest + self.scenario.max_new_tokens
-                entry = {"warm_up_s": time.perf_counter() - begun, "version": contender.version()}
-                self.entries[contender.name] = {**entry, "memory": memory.after(self.scenario.batch, needed)}
+    def _warm_up(self, contender: Contender) -> None:
+        if (reason := contender.refuses(self.scenario.batch)) is not None:
+            self._drop(contender, {"skipped": reason})
+            return
+        self.progress(f"{self.name}: warming up {contender.name}")
+        begun, memory = time.perf_counter(), Memory.before(self.pair, contender)
+        output = None
+        for _ in range(WARM_UPS):
+            memory.reset()
+            output = self._guarded(contender, self.calls[0])
+        if output is not None:
+            needed = self.calls[0].longest + self.scenario.max_new_tokens
+            entry = {"warm_up_s": time.perf_counter() - begun, "version": contender.version()}
+            self.entries[contender.name] = {**entry, "memory": memory.after(self.scenario.batch, needed)}
 
     def _turn(self, repeat: int, i: int) -> None:
         """Every contender on one call."""
         turn = (repeat + i) % max(1, len(self.order))
-        outputs: dict[str, Output] = {}
+        done: list[tuple[Contender, Output, dict[str, Any]]] = []
         for contender in self.order[turn:] + self.order[:turn]:
             self.progress(f"{self.name}: {contender.name}, call {i + 1} of {len(self.calls)}, repeat {repeat + 1}")
             output, seconds = self._timed(contender, self.calls[i])
@@ -86,15 +98,15 @@ class ScenarioRun:
                 if output is None or not _recorded(output):
                     break
                 output, seconds = self._timed(contender, self.calls[i])  # a shape that the warm-up did not meet
-            if output is None:
-                continue
-            outputs[contender.name] = output
-            place = {"contender": contender.name, "repeat": repeat, "call": i, "seconds": seconds}
-            counted = {name: value for name, value in output.figures.items() if name != "compile"}
-            self.runs.append({**place, "tokens": sum(map(len, output.token_ids)), **counted})
+            if output is not None:
+                place = {"contender": contender.name, "repeat": repeat, "call": i, "seconds": seconds}
+                counted = {name: value for name, value in output.figures.items() if name != "compile"}
+                done.append((contender, output, {**place, "tokens": sum(map(len, output.token_ids)), **counted}))
+                self.references.setdefault((contender.name, i), output.token_ids)
+        for contender, output, run in done:
             if "compile" in output.figures:
                 self.entries[contender.name]["compile"] = output.figures["compile"]
-        self._compare(i, outputs)
+            self.runs.append({**run, "equal": self._compare(contender, i, output.token_ids)})
 
     def _timed(self, contender: Contender, call: Item) -> tuple[Output | None, float]:
         synchronise(self.pair.device)
@@ -111,9 +123,8 @@ class ScenarioRun:
             synchronise(self.pair.device)
             return output
         except Exception as error:  # whatever another implementation trips over must not end the others
-            reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
             self.runs = [r for r in self.runs if r["contender"] != contender.name]
-            self._drop(contender, {"error": reason})
+            self._drop(contender, {"error": failure(error)})
             if self.pair.device.type == "cuda":
                 torch.cuda.empty_cache()
             return None
@@ -122,25 +133,21 @@ class ScenarioRun:
         self.order.remove(contender)
         self.entries[contender.name] = entry
 
-    def _compare(self, i: int, outputs: Mapping[str, Output]) -> None:
-        """Ids of every contender with plain decoding's."""
-        for name, output in outputs.items():
-            self.references.setdefault((name, i), output.token_ids)
-        by_name = {c.name: c for c in self.order}
-        for name, output in outputs.items():
-            plain, must = self._plain_for(by_name[name])
-            theirs = self.references.get((plain, i)) if plain is not None else None
-            if theirs is None:
-                continue
-            same = [a == b for a, b in zip(output.token_ids, theirs, strict=True)]
-            mine = self.entries[name].setdefault(
-                "equality", {"compared_with": plain, "must": must, "rows": 0, "equal": 0, "first_difference": None}
-            )
-            mine["rows"], mine["equal"] = mine["rows"] + len(same), mine["equal"] + sum(same)
-            if not all(same) and mine["first_difference"] is None:
-                row = same.index(False)
-                at = first_difference(output.token_ids[row], theirs[row])
-                mine["first_difference"] = {"prompt": self.calls[i].ids[row], "token": at}
+    def _compare(self, contender: Contender, i: int, rows: Sequence[Sequence[int]]) -> bool | None:
+        """Whether the rows of a call are plain decoding's; None where there is nothing to compare with."""
+        plain, must = self._plain_for(contender)
+        theirs = self.references.get((plain, i)) if plain is not None else None
+        if theirs is None:
+            return None
+        places = [first_difference(a, b) for a, b in zip(rows, theirs, strict=True)]
+        blank = {"compared_with": plain, "must": must, "rows": 0, "equal": 0, "first_difference": None}
+        entry = self.entries[contender.name].setdefault("equality", blank)
+        entry["rows"], entry["equal"] = entry["rows"] + len(places), entry["equal"] + places.count(None)
+        differing = [row for row, at in enumerate(places) if at is not None]
+        if differing and entry["first_difference"] is None:
+            row = differing[0]
+            entry["first_difference"] = {"prompt": self.calls[i].ids[row], "token": places[row]}
+        return not differing
 
     def _plain_for(self, contender: Contender) -> tuple[str | None, bool]:
         """The contender to compare with, and whether ids must be equal: of the same passes, and of one shape (exact)
@@ -164,23 +171,14 @@ class ScenarioRun:
             plain = self._plain_for(contender)[0]
             if isinstance(contender, Own) and plain is not None:
                 self.progress(f"{self.name}: passes of {contender.name}")
-                entry["theory"] = self._theory(contender, runs, groups[plain])
-
-    def _theory(self, contender: Own, runs: Sequence[Any], plain: Sequence[Any]) -> dict[str, Any]:
-        typical = self.calls[len(self.calls) // 2]
-        length = round(figures.summary(runs)["draft_length"])
-        costs = pass_costs(contender, typical, self.scenario.max_new_tokens, length)
-        return figures.prediction(runs, plain, costs, self.scenario.batch)
+                typical, length = self.calls[len(self.calls) // 2], round(entry["draft_length"])
+                costs = pass_costs(contender, typical, self.scenario.max_new_tokens, length)
+                entry["theory"] = figures.prediction(runs, groups[plain], costs, self.scenario.batch)
 
 
 def _recorded(output: Output) -> bool:
     """Whether passes were recorded or compiled during the run, so that it was not warm."""
     return any(report["captured"] for report in output.figures.get("compile", {}).values())
-
-
-def first_difference(a: Sequence[int], b: Sequence[int]) -> int:
-    """The first place at which two rows differ; the end of the shorter where it begins the other."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 @dataclass
@@ -198,9 +196,8 @@ class Memory:
         if pair.device.type == "cuda":
             held = torch.cuda.memory_allocated(pair.device)
             if isinstance(contender, Own):
-                held -= sum(
-                    r.pool.idle.nbytes for r in contender.decoder._runners().values() if r.pool.idle is not None
-                )
+                caches = [runner.pool.idle for runner in contender.decoder._runners().values()]
+                held -= sum(cache.nbytes for cache in caches if cache is not None)
         return Memory(pair, contender, held)
 
     def reset(self) -> None:
@@ -212,8 +209,8 @@ class Memory:
         """Bytes, and for specdec's what the pair report says of so many rows and tokens."""
         if self.pair.device.type != "cuda":
             return None
+        weights = self.pair.weights
         beyond = torch.cuda.max_memory_allocated(self.pair.device) - self.allocated
-        weights = sum(self.pair.weights.values())
         found: dict[str, Any] = {"weights": weights, "beyond_weights": beyond, "total": weights + beyond}
         if isinstance(self.contender, Own):
             said = self.contender.decoder.report.memory(batch, tokens)["total"]

@@ -22,15 +22,10 @@ def _judged(result: Mapping[str, Any], target: Target) -> dict[str, Any]:
         found, over = _figure(result, target)
     except SpecdecError as error:
         return {"figure": None, "met": None, "reason": str(error)}
-    met = found.value >= target.at_least if target.at_least is not None else found.value <= target.at_most
-    made = {
-        "figure": found.value,
-        "low": found.low,
-        "high": found.high,
-        "met": met,
-        **_conditions(result, target.value),
-    }
-    return made if over is None else {**made, "over": over}
+    assert found.value is not None
+    met = found.value >= target.at_least if target.at_least is not None else found.value <= (target.at_most or 0.0)
+    made = {"figure": found.value, "low": found.low, "high": found.high, "met": met}
+    return {**made, **_conditions(result, target.value), **({} if over is None else {"over": over})}
 
 
 def _conditions(result: Mapping[str, Any], path: str) -> dict[str, Any]:
@@ -42,38 +37,38 @@ def _conditions(result: Mapping[str, Any], path: str) -> dict[str, Any]:
     return {"c": entry["theory"]["c"], "acceptance": entry["acceptance"]["tested"]}
 
 
-def _figure(result: Mapping[str, Any], target: Target) -> tuple[Any, str | None]:
-    """The figure as an Interval with a value, and which divisor it came from. Raises SpecdecError."""
+def _figure(result: Mapping[str, Any], target: Target) -> tuple[Interval, str | None]:
+    """The figure, with a value, and which divisor it came from. Raises SpecdecError."""
     value = look_up(result, target.value)
     if not target.divisors:
         return value, None
-    known: dict[str, Any] = {}
+    known: dict[str, float] = {}
+    faults = []
     for path in target.divisors:
         try:
-            known[path] = look_up(result, path)
-        except SpecdecError:
-            continue
+            known[path] = look_up(result, path).value or 0.0
+        except SpecdecError as error:
+            faults.append(error)
     if not known:
-        look_up(result, target.divisors[0])  # says what is missing
-    choose = max if target.best == "max" else min
-    over = choose(known, key=lambda path: known[path].value)
-    return _quotient(result, target.value, over, value, known[over]), over
-
-
-def _quotient(result: Mapping[str, Any], path: str, over: str, value: Any, divisor: Any) -> Interval:
-    """A quotient of two figures; of two speeds of one scenario, paired and with its interval."""
-    mine, theirs = path.split(SEPARATOR), over.split(SEPARATOR)
-    if mine[0] == theirs[0] == "scenarios" and mine[1] == theirs[1] and mine[3:] == theirs[3:]:
-        kind = mine[-1]
-        if kind in figures.SECONDS:
-            runs = result["scenarios"][mine[1]]["runs"]
-            a, b = ([r for r in runs if r["contender"] == name] for name in (mine[2], theirs[2]))
-            paired = figures.speed_ratio(a, b, figures.SECONDS[kind])
-            if paired.value is not None:
-                return paired
-    if divisor.value == 0:
+        raise faults[0]
+    over = (max if target.best == "max" else min)(known, key=known.__getitem__)
+    if (paired := _paired(result, target.value, over)) is not None:
+        return paired, over
+    if known[over] == 0:
         raise SpecdecError(f"{over} is 0")
-    return Interval(value.value / divisor.value)
+    return Interval((value.value or 0.0) / known[over]), over
+
+
+def _paired(result: Mapping[str, Any], path: str, over: str) -> Interval | None:
+    """A quotient of two speeds of one scenario with its interval, from the calls that both made."""
+    mine, theirs = path.split(SEPARATOR), over.split(SEPARATOR)
+    kind, same = mine[-1], mine[:2] == theirs[:2] and mine[3:] == theirs[3:]
+    if mine[0] != "scenarios" or not same or kind not in figures.SECONDS:
+        return None
+    runs = result["scenarios"][mine[1]]["runs"]
+    a, b = ([r for r in runs if r["contender"] == name] for name in (mine[2], theirs[2]))
+    found = figures.speed_ratio(a, b, figures.SECONDS[kind])
+    return None if found.value is None else found
 
 
 def look_up(result: Mapping[str, Any], path: str) -> Interval:
@@ -83,11 +78,9 @@ def look_up(result: Mapping[str, Any], path: str) -> Interval:
     if part == "scenarios" and rest and isinstance(found, Mapping):
         found, rest = found.get(rest[0], {}).get("contenders", {}), rest[1:]
     for name in rest:
-        if not isinstance(found, Mapping):
-            raise SpecdecError(f"{path}: there is no {name!r}")
-        if name not in found:
-            why = found.get("skipped") or found.get("error")
-            raise SpecdecError(f"{path}: {why}" if why else f"{path}: there is no {name!r}")
+        if not isinstance(found, Mapping) or name not in found:
+            why = isinstance(found, Mapping) and (found.get("skipped") or found.get("error"))
+            raise SpecdecError(f"{path}: {why or f'there is no {name!r}'}")
         found = found[name]
     if isinstance(found, Mapping) and "value" in found:
         found = Interval(found["value"], found.get("low"), found.get("high"))

@@ -171,8 +171,8 @@ def why_not_equal(
     target = decoder.target
     a, b = _checked_ids(a, "a", target.vocab_size), _checked_ids(b, "b", target.vocab_size)
     check_whole("why_not_equal: row", row, 0)
-    position = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    if position == len(a) == len(b):
+    position = first_difference(a, b)
+    if position is None:
         return Report("equal", names)
     encoded = encode_prompts(prompt, decoder.tokenizer, target.vocab_size, target.context)
     if len(encoded) != 1:
@@ -198,6 +198,13 @@ def why_not_equal(
         "tie" if gap <= 2 * max(noise, question.resolution) else "fault", views=tuple(views), noise=noise,
         resolution=question.resolution, gap=gap, promised=runs[0].exact and runs[1].exact, reference_note=note, **place,
     )  # fmt: skip
+
+
+def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
+    """The first place at which two rows differ, the end of the shorter where it begins the other; None: nowhere."""
+    if len(a) == len(b) and list(a) == list(b):
+        return None
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _checked_ids(ids: Any, name: str, vocab_size: int) -> list[int]:

@@ -7,15 +7,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from specdec.research.bench.tables import Table, figure
+
 Entry = Mapping[str, Any]
 _SETTING = ("dtype", "batch", "prompts", "rule")
 
 
 @dataclass(frozen=True)
 class RunRow:
-    """One run beside plain decoding. identical of prompts rows are plain's; verdicts: of the explained others;
-    speedup: tokens per second over the fastest plain run of the same prompts (None: only exact plain was measured);
-    cost: relative extra time of a plain pass through exact mode (None: not measured)."""
+    """One run beside plain decoding.
+
+    identical: rows of `prompts` that are plain's.
+    verdicts: of the others that are explained.
+    speedup: tokens per second over the fastest plain run of the same prompts; None = only exact plain was measured.
+    cost: relative extra time of a plain pass through exact mode; None = not measured.
+    """
 
     part: str
     setting: str
@@ -87,3 +93,22 @@ def cost_of_exact(groups: Sequence[Entry], group: Entry) -> float | None:
 
 def _measured(groups: Sequence[Entry]) -> list[Entry]:
     return [g for g in groups if "skipped" not in g]
+
+
+def table(results: Sequence[Entry]) -> Table:
+    """The runs of some documents."""
+    heads = ["dtype x slots", "chain", "identical rows", "differing rows", "tok/s", "speed : fastest plain"]
+    heads += ["tokens per round", "acceptance", "cost of exact"]
+    title = "rows identical to plain decoding; cost of exact: extra time of an exact plain pass"
+    return Table(title, heads, [_cells(row) for result in results for row in rows(result)])
+
+
+def _cells(row: RunRow) -> list[str]:
+    if row.skipped is not None or row.identical is None:
+        return [row.setting, row.chain, f"skipped: {row.skipped}", *[""] * 6]
+    others = row.prompts - row.identical
+    differing = f"{others} (explained: {row.verdicts})" if others else "0"
+    figures = map(figure, (row.speedup, row.tokens_per_round, row.acceptance))
+    cost = "-" if row.cost is None else f"{row.cost:+.1%}"
+    same = f"{row.identical} of {row.prompts}"
+    return [row.setting, row.chain, same, differing, figure(row.tokens_per_second, 1), *figures, cost]

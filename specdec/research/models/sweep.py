@@ -21,8 +21,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from specdec.decoder import SpeculativeDecoder
 from specdec.drafters.draft_model.strategy import DraftModel
 from specdec.errors import SpecdecError
-from specdec.files.texts import first_line
+from specdec.files.texts import failure
 from specdec.models.loading import check_model_kind
+from specdec.research.bench.tables import made_with, markdown
 
 VOCAB, LAYERS, CONTEXT = 96, 4, 128
 EQUAL, REFUSED, WRONG, NOT_BUILT = "equal", "refused", "wrong", "not built"
@@ -219,16 +220,16 @@ def try_type(model_type: str, quick: bool = False) -> Found:
         if model is None:  # whatever transformers trips over
             with suppress(Exception):
                 return Found(model_type, REFUSED, _refusal(config or CONFIG_MAPPING[model_type]()))
-            return Found(model_type, NOT_BUILT, f"{type(error).__name__}: {first_line(error)}")
-        return Found(model_type, WRONG, f"{type(error).__name__}: {first_line(error)}")
+            return Found(model_type, NOT_BUILT, failure(error))
+        return Found(model_type, WRONG, failure(error))
     try:
         wanted = [generated(model, prompt) for prompt in prompts()]
     except Exception as error:
-        return Found(model_type, NOT_BUILT, f"{type(error).__name__}: {first_line(error)}")
+        return Found(model_type, NOT_BUILT, failure(error))
     try:
         wrong = list(differing(decoder, wanted, quick))
     except Exception as error:
-        return Found(model_type, WRONG, f"{type(error).__name__}: {first_line(error)}")
+        return Found(model_type, WRONG, failure(error))
     return Found(model_type, WRONG, f"other text: {', '.join(wrong)}") if wrong else Found(model_type, EQUAL)
 
 
@@ -289,21 +290,20 @@ def differing(decoder: SpeculativeDecoder, wanted: list[list[int]], quick: bool)
 
 def models_block(result: dict[str, Any]) -> str:
     """The Markdown of docs/models.md: what became of every type."""
-    rows, versions = [Found(**row) for row in result["rows"]], result["versions"]
+    rows = [Found(**row) for row in result["rows"]]
     kinds = {outcome: [row for row in rows if row.outcome == outcome] for outcome in (EQUAL, REFUSED, NOT_BUILT, WRONG)}
     head = (
-        f"Made by `scripts/sweep_models.py` on {result['date']} with transformers {versions['transformers']}, torch "
-        f"{versions['torch']}, specdec {versions['specdec']}: of {len(rows)} types, tiny and with random weights, "
+        f"{made_with(result, 'scripts/sweep_models.py')} Of {len(rows)} types, tiny and with random weights, "
         f"{len(kinds[EQUAL])} give the greedy text of `model.generate` in float32 (plain, with chains and with trees, "
         f"with shared and with kept beginnings), {len(kinds[REFUSED])} are refused, {len(kinds[WRONG])} are wrong, and "
         f"{len(kinds[NOT_BUILT])} cannot be built at this size."
     )
-    lines = [head, "", "| what becomes of it | types |", "|---|---|", f"| equal | {_types(kinds[EQUAL])} |"]
+    made = [["equal", _types(kinds[EQUAL])]]
     for outcome in (WRONG, REFUSED, NOT_BUILT):
         reasons = dict.fromkeys(_general(row) for row in kinds[outcome])
         for reason in sorted(reasons, key=lambda r: -sum(_general(row) == r for row in kinds[outcome])):
-            lines.append(f"| {outcome}: {reason} | {_types([r for r in kinds[outcome] if _general(r) == reason])} |")
-    return "\n".join(lines)
+            made.append([f"{outcome}: {reason}", _types([r for r in kinds[outcome] if _general(r) == reason])])
+    return f"{head}\n\n{markdown(('what becomes of it', 'types'), made)}"
 
 
 def _types(rows: Iterable[Found]) -> str:
@@ -313,4 +313,4 @@ def _types(rows: Iterable[Found]) -> str:
 def _general(row: Found) -> str:
     """A reason without the type's name, the figures, and what torch or transformers said."""
     reason = re.sub(r"^target \([^)]*\) (is not supported: )?", "", row.reason).split("; a pass over")[0]
-    return re.sub(r" \([^()]*(\([^()]*\)[^()]*)*\)$", "", reason).replace("|", "\\|")
+    return re.sub(r" \([^()]*(\([^()]*\)[^()]*)*\)$", "", reason)

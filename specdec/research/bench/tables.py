@@ -1,0 +1,60 @@
+"""Tables of figures, as Markdown here and for a terminal in cli/output.py, and how a figure is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+
+class Table(NamedTuple):
+    """A table of texts; `title` is for a terminal."""
+
+    title: str
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def without(self, *heads: str) -> Table:
+        """The table without some columns."""
+        kept = [i for i, head in enumerate(self.heads) if head not in heads]
+        return Table(self.title, [self.heads[i] for i in kept], [[row[i] for i in kept] for row in self.rows])
+
+    def markdown(self) -> str:
+        """As Markdown, without the title; empty where there are no rows."""
+        return markdown(self.heads, self.rows) if self.rows else ""
+
+
+def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table as Markdown."""
+    lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
+    return "\n".join([*lines, *(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows)])
+
+
+def figure(value: float | None, digits: int = 2) -> str:
+    """A number that may not be known."""
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def interval(entry: Mapping[str, Any] | None, digits: int = 2) -> str:
+    """A figure and its interval, as far as they are known."""
+    if entry is None or entry["value"] is None:
+        return "-"
+    text = figure(entry["value"], digits)
+    return text if entry.get("low") is None else f"{text} ({entry['low']:.{digits}f}-{entry['high']:.{digits}f})"
+
+
+def spread(entry: Mapping[str, float], digits: int = 2) -> str:
+    """A median and its range."""
+    return f"{entry['median']:.{digits}f} ({entry['min']:.{digits}f}-{entry['max']:.{digits}f})"
+
+
+def made_with(result: Mapping[str, Any], by: str, **others: str) -> str:
+    """By what, when, where and with which versions a result was made. others: versions of more packages."""
+    machine, place = result.get("machine"), result.get("device", "")
+    if machine is not None:
+        place = f"{machine['gpu'] or machine['processor']}, {machine['threads']} threads"
+    known = {"torch": None, "transformers": None, "specdec": None, **result["versions"], **others}
+    used = [f"{name.replace('python', 'Python')} {version}" for name, version in known.items() if version]
+    if result.get("commit"):
+        used.append(f"commit {result['commit']}")
+    when = f" on {result['date']}" if "date" in result else ""
+    return f"Measured by `{by}`{when}{f': {place}' * bool(place)}; {', '.join(used)}."
