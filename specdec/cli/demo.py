@@ -15,6 +15,7 @@ from specdec.config import RunConfig, load_yaml
 from specdec.research.demo import DEMO, DemoResult, run_demo, tokens_per_second
 
 FAILED = 1
+SAME = "identical to plain decoding"
 
 
 @with_groups
@@ -56,13 +57,13 @@ def _print(console: Console, result: DemoResult, run: RunConfig) -> None:
 
 
 def _summary(result: DemoResult, stats: dict[str, Any]) -> Any:
-    answer = {True: "yes", False: "NO", None: "not comparable"}[result.identical]
-    made = output.table("figure", "value")
-    made.add_row("tokens per round", output.number(stats["tokens_per_round"]))
-    made.add_row("acceptance length", output.number(stats["acceptance_length"]))
-    made.add_row("time", output.time_text(stats["time"]))
-    made.add_row("plain", f"{tokens_per_second(result.plain):.1f} tokens/s")
-    made.add_row("speculative", f"{tokens_per_second(result.speculative):.1f} tokens/s")
-    made.add_row("speed-up", f"{result.speedup:.2f}x")
-    made.add_row("identical to plain decoding", answer, style="bold red" if result.identical is False else "bold")
-    return made
+    shown = {
+        "tokens per round": output.number(stats["tokens_per_round"]),
+        "acceptance length": output.number(stats["acceptance_length"]),
+        "time": output.time_text(stats["time"]),
+        "plain": f"{tokens_per_second(result.plain):.1f} tokens/s",
+        "speculative": f"{tokens_per_second(result.speculative):.1f} tokens/s",
+        "speed-up": f"{result.speedup:.2f}x",
+        SAME: {True: "yes", False: "NO", None: "not comparable"}[result.identical],
+    }
+    return output.facts(shown, **{SAME: "bold red" if result.identical is False else "bold"})

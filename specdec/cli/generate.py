@@ -62,16 +62,17 @@ def _print(console: Console, tokenizer: Any, out: Generation) -> None:
     for i, error in enumerate(out.errors):
         if error is not None:
             console.print(f"row {i} failed: {error}", style="red")
-    made = output.table("figure", "value")
-    made.add_row("finish reasons", ", ".join(sorted(set(out.finish_reasons))))
-    made.add_row("tokens", str(stats["emitted_tokens"]))
-    made.add_row("tokens/s", f"{stats['emitted_tokens'] / max(stats['time']['total'], 1e-9):.1f}")
-    made.add_row("tokens per round", output.number(stats["tokens_per_round"]))
-    made.add_row("acceptance length", output.number(stats["acceptance_length"]))
-    made.add_row("time", output.time_text(stats["time"]))
+    shown = {
+        "finish reasons": ", ".join(sorted(set(out.finish_reasons))),
+        "tokens": stats["emitted_tokens"],
+        "tokens/s": f"{stats['emitted_tokens'] / max(stats['time']['total'], 1e-9):.1f}",
+        "tokens per round": output.number(stats["tokens_per_round"]),
+        "acceptance length": output.number(stats["acceptance_length"]),
+        "time": output.time_text(stats["time"]),
+    }
     if out.lossy:
-        made.add_row("lossy", "yes: the acceptance rule changes the distribution of the text")
-    console.print(made)
+        shown["lossy"] = "yes: the acceptance rule changes the distribution of the text"
+    console.print(output.facts(shown))
     for text in out.provenance["warnings"]:
         console.print(text, style="yellow", soft_wrap=True)
     if palette:

@@ -21,10 +21,8 @@ from specdec.research.offline.lookup import chunk_count, lookup_stats
 
 STATIC_SIZE = 2  # n-grams of upstream's static files, the only ones it looks up there
 
-app = typer.Typer(
-    help="Make, merge, try and look into lookup-cache files (llama.cpp's format).",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)  # fmt: skip
+HELP = "Make, merge, try and look into lookup-cache files (llama.cpp's format)."
+app = typer.Typer(help=HELP, context_settings={"help_option_names": ["-h", "--help"]})
 
 Texts = Annotated[list[Path] | None, typer.Argument(help="Text files; - = standard input.")]
 Prompts = Annotated[list[str] | None, typer.Option("--prompt", help="Text; repeat for more.")]
@@ -85,7 +83,7 @@ def stats(
     n_draft: Annotated[int, typer.Option(min=1, help="Most tokens of a draft.")] = 3,
     as_json: AsJson = False,
 ) -> None:
-    """How much of a text lookup drafting would get right, by the text alone: no model runs."""
+    """Count how much of a text lookup drafting would get right; no model runs."""
     row = [token for one in _rows(files, prompt, ids, tokenizer) for token in one]
     known, grown = (None if file is None else LookupCache.load(file) for file in (static, dynamic))
     with output.progress("drafting", chunk_count(len(row), n_ctx)) as advance:
@@ -93,15 +91,15 @@ def stats(
     if as_json:
         output.print_json(result)
         return
-    made = output.table("figure", "value")
-    made.add_row("tokens", f"{result['tokens']:,} in {result['chunks']:,} chunks of {n_ctx:,}")
-    for name in ("rounds", "drafted_rounds", "draft_tokens", "accepted_tokens"):
-        made.add_row(name.replace("_", " "), f"{result[name]:,}")
-    rate = result["draft_acceptance_rate"]
-    made.add_row("accepted", "-" if rate is None else f"{rate:.2%}")
-    made.add_row("tokens per round", output.number(result["tokens_per_round"]))
-    made.add_row("drafting", f"{result['draft_seconds'] / result['rounds'] * 1e6:.1f} microseconds a round")
-    output.stdout().print(made)
+    rate, names = result["draft_acceptance_rate"], ("rounds", "drafted_rounds", "draft_tokens", "accepted_tokens")
+    shown = {
+        "tokens": f"{result['tokens']:,} in {result['chunks']:,} chunks of {n_ctx:,}",
+        **{name: result[name] for name in names},
+        "accepted": "-" if rate is None else f"{rate:.2%}",
+        "tokens per round": output.number(result["tokens_per_round"]),
+        "drafting": f"{result['draft_seconds'] / result['rounds'] * 1e6:.1f} microseconds a round",
+    }
+    output.stdout().print(output.facts(shown))
 
 
 @app.command()
@@ -111,7 +109,7 @@ def show(
     tokenizer: TokenizerName = None,
     as_json: AsJson = False,
 ) -> None:
-    """What a file holds: n-grams by size, and the most frequent continuations, as text where a tokenizer is given."""
+    """Show n-grams by size and the most frequent continuations, as text if a tokenizer is given."""
     cache = LookupCache.load(file)
     vocabulary = None if tokenizer is None else load_tokenizer(tokenizer)
     pairs = ((count, key, token) for key, successors in cache.items() for token, count in successors)
@@ -180,20 +178,18 @@ def _facts(cache: LookupCache) -> dict[str, Any]:
     sizes = Counter(map(len, cache.parts))
     pairs = [pair for key in cache.parts for pair in cache.successors(key)]
     return {
-        "ngrams": len(cache), "ngrams_by_size": {size: sizes[size] for size in sorted(sizes)},
-        "continuations": len(pairs), "occurrences": sum(count for _, count in pairs), "max_id": cache.max_id(),
-    }  # fmt: skip
+        "ngrams": len(cache),
+        "ngrams_by_size": {size: sizes[size] for size in sorted(sizes)},
+        "continuations": len(pairs),
+        "occurrences": sum(count for _, count in pairs),
+        "max_id": cache.max_id(),
+    }
 
 
 def _facts_table(facts: dict[str, Any]) -> Any:
-    made = output.table("figure", "value")
-    for name, value in facts.items():
-        if name == "ngrams_by_size":
-            for size, count in value.items():
-                made.add_row(f"n-grams of {size}", f"{count:,}")
-        else:
-            made.add_row(name.replace("_", " "), f"{value:,}" if isinstance(value, int) else escape(str(value)))
-    return made
+    by_size = {f"n-grams of {size}": count for size, count in facts["ngrams_by_size"].items()}
+    shown = {name: value for name, value in facts.items() if name != "ngrams_by_size"}
+    return output.facts({**shown, **by_size})
 
 
 def _report(facts: dict[str, Any], as_json: bool) -> None:

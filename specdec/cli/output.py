@@ -97,6 +97,15 @@ def rendered(made: tables.Table, styles: Sequence[str] = ()) -> Table:
     return shown
 
 
+def facts(entries: Mapping[str, Any], **styles: str) -> Table:
+    """A table of named figures: whole numbers get separators, other values are texts. styles: of rows, by name."""
+    made = table("figure", "value")
+    for name, value in entries.items():
+        shown = f"{value:,}" if isinstance(value, int) else str(value)
+        made.add_row(Text(name.replace("_", " ")), Text(shown), style=styles.get(name, ""))
+    return made
+
+
 def colours(strategies: Sequence[str]) -> dict[str, str]:
     """One colour a strategy."""
     return {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(strategies)}
@@ -132,10 +141,9 @@ def strategy_table(stats: Mapping[str, Any]) -> Table:
     """Acceptance by strategy, from `Stats.to_dict()`."""
     made = table("strategy", "drafts", "tokens drafted", "accepted", "rate", "length", "draft ms", title="By strategy")
     for name, entry in stats["strategies"].items():
-        made.add_row(
-            name, f"{entry['drafted_rounds']}", f"{entry['draft_tokens']}", f"{entry['accepted_tokens']}",
-            number(entry["draft_acceptance_rate"]), number(entry["acceptance_length"]), f"{entry['t_draft'] * 1e3:.0f}",
-        )  # fmt: skip
+        counts = [str(entry[key]) for key in ("drafted_rounds", "draft_tokens", "accepted_tokens")]
+        rates = [number(entry[key]) for key in ("draft_acceptance_rate", "acceptance_length")]
+        made.add_row(name, *counts, *rates, f"{entry['t_draft'] * 1e3:.0f}")
     return made
 
 
@@ -152,16 +160,13 @@ def position_table(stats: Mapping[str, Any], most: int = 8) -> Table:
 
 def counter_table(stats: Mapping[str, Any]) -> Table:
     """llama.cpp's counters of every strategy."""
-    made = table(
-        "strategy", "calls b/d/a", "gen drafts", "acc drafts", "gen tokens", "acc tokens", "ms b/d/a",
-        title="llama.cpp's counters (b/d/a = begin, draft, accept)",
-    )  # fmt: skip
+    counts = ("n_gen_drafts", "n_acc_drafts", "n_gen_tokens", "n_acc_tokens")
+    heads = ("calls b/d/a", "gen drafts", "acc drafts", "gen tokens", "acc tokens", "ms b/d/a")
+    made = table("strategy", *heads, title="llama.cpp's counters (b/d/a = begin, draft, accept)")
     for name, e in stats["strategies"].items():
-        made.add_row(
-            name, f"{e['n_call_begin']}/{e['n_call_draft']}/{e['n_call_accept']}", str(e["n_gen_drafts"]),
-            str(e["n_acc_drafts"]), str(e["n_gen_tokens"]), str(e["n_acc_tokens"]),
-            "/".join(f"{e[key] * 1e3:.1f}" for key in ("t_begin", "t_draft", "t_accept")),
-        )  # fmt: skip
+        calls = "/".join(str(e[f"n_call_{key}"]) for key in ("begin", "draft", "accept"))
+        times = "/".join(f"{e[f't_{key}'] * 1e3:.1f}" for key in ("begin", "draft", "accept"))
+        made.add_row(name, calls, *(str(e[key]) for key in counts), times)
     return made
 
 

@@ -21,7 +21,7 @@ from specdec.research.demo import load_decoder
 from specdec.research.prompts.datasets import Prompt, as_given, load_prompts
 from specdec.research.traces.analysis import analyse
 from specdec.research.traces.monitor import Monitor
-from specdec.research.traces.rounds import pieces_of
+from specdec.research.traces.rounds import Piece, pieces_of
 from specdec.research.traces.trace import Trace, record
 
 app = typer.Typer(
@@ -58,11 +58,8 @@ def record_run(
     facts = {"file": str(out), "rows": len(trace.rows), "rounds": len(trace.rounds)}
     if as_json:
         output.print_json(facts)
-        return
-    made = output.table("figure", "value")
-    for name, value in facts.items():
-        made.add_row(name, Text(str(value)))
-    output.stdout().print(made)
+    else:
+        output.stdout().print(output.facts(facts))
 
 
 def _record(run: RunConfig, known: Sequence[Prompt], chat: bool | None, top: int) -> Trace:
@@ -123,42 +120,39 @@ def _text(trace: Trace, index: int, rounds: Sequence[Round], palette: dict[str, 
     """The row's text, with `...` in place of the rounds that were filtered out."""
     row, shown = trace.rows[index], {id(r) for r in rounds}
     text = Text(row.prompt_text or " ".join(map(trace.text_of, row.prompt)), style="dim")
-    for (is_shown, is_rejected), group in groupby(
-        pieces_of(trace, index), key=lambda p: (id(p.round) in shown, p.place < 0)
-    ):
+
+    def kind(p: Piece) -> tuple[bool, bool]:
+        return id(p.round) in shown, p.place < 0
+
+    for (is_shown, is_rejected), group in groupby(pieces_of(trace, index), key=kind):
+        pieces = list(group)
+        colours = [palette.get(p.round.strategy or "", "") for p in pieces]
         if not is_shown:
             text.append("" if text.plain.endswith(GAP) else GAP, style="dim")
-            continue
-        pieces = list(group)
-        colour = palette.get(pieces[0].round.strategy or "", "")
-        if is_rejected:
-            text.append(f"[-{''.join(p.text for p in pieces)}-]".replace("\n", "⏎"), style=f"{colour} dim strike")
-            continue
-        for p in pieces:
-            colour = palette.get(p.round.strategy or "", "")
-            text.append(p.text if row.pieces else f"{p.text} ", style="" if p.node is None else colour)
+        elif is_rejected:
+            rejected = "".join(p.text for p in pieces).replace("\n", "⏎")
+            text.append(f"[-{rejected}-]", style=f"{colours[0]} dim strike")
+        else:
+            for p, colour in zip(pieces, colours, strict=True):
+                text.append(p.text if row.pieces else f"{p.text} ", style="" if p.node is None else colour)
     return text
 
 
 def _round_table(trace: Trace, rounds: Sequence[Round]) -> Any:
     made = output.table("strategy", "position", "drafted", "accepted", "p", "TV", "draft ms", "verify ms", "text")
     for r in rounds:
+        counts = (str(r.position), str(len(r.draft)), str(r.accepted))
         distances = r.details.tv if r.details is not None and r.details.tv is not None else []
-        made.add_row(
-            Text(r.strategy or "-"), str(r.position), str(len(r.draft)), str(r.accepted),
-            " ".join(f"{p:.2f}" for p in r.p), " ".join(f"{d:.2f}" for d in distances),
-            f"{r.times['draft'] * 1e3:.1f}", f"{r.times['verify'] * 1e3:.1f}", Text(repr(r.text or r.tokens)),
-        )  # fmt: skip
+        numbers = (" ".join(f"{x:.2f}" for x in values) for values in (r.p, distances))
+        times = (f"{r.times[phase] * 1e3:.1f}" for phase in ("draft", "verify"))
+        made.add_row(Text(r.strategy or "-"), *counts, *numbers, *times, Text(repr(r.text or r.tokens)))
     return made
 
 
 def _analysis_table(trace: Trace, rows: list[int] | None, strategies: list[str] | None) -> Any:
-    made = output.table(
-        "strategy", "position", "tested", "accepted / tested", "expected", "accepted / drafted", title="Acceptance"
-    )
+    heads = ("strategy", "position", "tested", "accepted / tested", "expected", "accepted / drafted")
+    made = output.table(*heads, title="Acceptance")
     for entry in analyse(trace, ("strategy", "position"), rows, strategies):
-        made.add_row(
-            str(entry.key[0]), str(entry.key[1]), str(entry.tested), output.number(entry.conditional, 3),
-            output.number(entry.expected, 3), output.number(entry.unconditional, 3),
-        )  # fmt: skip
+        rates = (entry.conditional, entry.expected, entry.unconditional)
+        made.add_row(*map(str, (*entry.key, entry.tested)), *(output.number(rate, 3) for rate in rates))
     return made
