@@ -60,6 +60,16 @@ def test_acceptance_of_a_real_tree_counts_what_was_tested() -> None:
     assert all(r.accepted <= n <= r.accepted + 1 for r, n in zip(records, levels, strict=True))
 
 
+def test_every_phase_of_a_call_takes_time() -> None:
+    model = tiny_model("llama")
+    decoder = SpeculativeDecoder(model, weaker(model), check=False)
+    out = decoder.generate(quoting_ids(30, 1), 12, strategies=["draft-model"])
+    times = out.stats.times
+    assert min(times.prefill, times.draft, times.verify) > 0
+    plain = decoder.generate(quoting_ids(30, 1), 12, strategies=[]).stats.times
+    assert min(plain.prefill, plain.verify) > 0
+
+
 def test_figures_of_nothing() -> None:
     t = Tally.of([])
     assert (t.rounds, t.acceptance_length, t.tokens_per_round, t.draft_acceptance_rate) == (0, 1.0, None, None)

@@ -73,7 +73,8 @@ class Engine:
                 self.start_next_drafts(active, pending)
             self.clock.settle()  # the device is busy with this pass meanwhile
             result = pending.read()  # 4
-            took = self.clock.seconds(self.clock.end_pass(), "draft", "verify") if self.verifier.record else {}
+            spans = self.clock.end_pass()
+            took = self.clock.seconds(spans, "draft", "verify") if self.verifier.record else {}
             yield self.commit(active, result, took)  # 5
 
     def admit(self) -> ActiveRows:
