@@ -7,25 +7,20 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from specdec import AcceptanceRule, Draft, DraftRequest
+from specdec import AcceptanceRule, Draft, Drafter, DraftRequest
 from specdec.decoding.acceptance import MATCH, Block
 
 
 @dataclass
-class Repeat:
+class Repeat(Drafter):
     """Drafts what followed the newest token the last time that it occurred in the row."""
 
-    n_max: int = 4
+    n_max: int = 4  # a parameter: own_drafter:Repeat:n_max=8
     name = "repeat"  # in statistics
-
-    def begin(self, row: int, prompt: Sequence[int]) -> None:
-        """Nothing to prepare: each draft is made of the row's tokens alone."""
+    runs_a_model = False
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         return [Draft(self._continuation(r), drafter=self.name) for r in requests]
-
-    def accept(self, row: int, n_accepted: int, is_other: bool) -> None:
-        """Nothing to learn from what was accepted."""
 
     def _continuation(self, request: DraftRequest) -> list[int]:
         tokens = list(request.tokens)
@@ -38,8 +33,8 @@ class Repeat:
 def near_best(share: float = 0.5) -> AcceptanceRule:
     """Accept a drafted token that has at least this share of the best token's probability: faster, and lossy."""
 
-    def stands(block: Block) -> Tensor:
+    def accepts(block: Block) -> Tensor:
         p = block.p.gather(-1, block.draft[..., None])[..., 0]  # [B, S]
         return p >= share * block.p.amax(dim=-1)
 
-    return AcceptanceRule("near-best", "argmax", stands, MATCH.follow, lossy=True)
+    return AcceptanceRule("near-best", "argmax", accepts, MATCH.next_token, lossy=True)

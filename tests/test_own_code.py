@@ -16,7 +16,7 @@ import specdec
 from specdec.cli import app
 from specdec.config import load_yaml
 from specdec.decoding.acceptance import LEVIATHAN, MATCH, RULES, AcceptanceRule, find_rule, register_rule
-from specdec.drafters import make_drafters
+from specdec.drafters import DraftRequest, make_drafters
 from specdec.errors import SpecdecError
 from specdec.files import own_code
 from specdec.research.ablation import build_table, load_ablation, run_ablation, summarise
@@ -79,8 +79,10 @@ def test_names_are_split_from_options_by_one_parser() -> None:
 def test_a_class_of_ones_own_is_a_strategy(folder: Path) -> None:
     own_code.search_folder(folder)
     [first, second] = make_drafters("echoing:Echo:n_max=3, echoing:Echo", False)
-    assert (first.n_max, second.n_max) == (3, 2)
-    assert make_drafters([{"name": "echoing:Echo", "greeting": "oh"}], False)[0].greeting == "oh"
+    request = [DraftRequest(0, [1], 5)]
+    assert [list(d.draft(request)[0].tokens) for d in (first, second)] == [[5, 5, 5], [5, 5]]
+    [third] = make_drafters([{"name": "echoing:Echo", "n_max": 1, "greeting": "oh"}], False)
+    assert list(third.draft(request)[0].tokens) == [5]
     assert sys.path.count(str(folder)) == 0  # searched for the import alone
 
 
