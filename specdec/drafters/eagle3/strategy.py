@@ -1,41 +1,96 @@
-"""eagle3: a head that reads the target's own states proposes, token by token, for all rows in one batch.
+"""eagle3: a head that reads the target's own states proposes chains or dynamic trees, for all rows in one batch.
 
 Source: EAGLE-3 (Li et al. 2025), and EAGLE-1/2 for heads of theirs. Parameters: `head`, a folder as other tools publish
-it (formats.py) or an `EagleHead`; `n_max`, tokens to propose; `config`, fields of `HeadConfig` that are to have other
+it (formats.py) or an `EagleHead`; `n_max`, tokens of a chain; `nodes` > 0 makes trees of so many nodes instead, with
+`top_k` and `depth` as EAGLE-2 has them (dynamic_tree.py); `config`, fields of `HeadConfig` that are to have other
 values than the folder says.
 
-Cost: one pass of the head a token, and no host read: tokens and q stay on the device. q is the head's distribution
-over the target's vocabulary, after the same processors as the target's; tokens without a draft id have q = 0.
+Chains are sampled where the acceptance rule wants it: q is the head's distribution over the target's vocabulary, after
+the same processors as the target's; tokens without a draft id have q = 0. Trees are the head's best guesses, given the
+text, at any temperature: they have no q, and every rule samples the target at their nodes.
+
+Cost: one pass of the head a token of a chain, or a level of a tree, and no host read: all stays on the device. Where
+the target's passes are recorded, a round's drafts are recorded as one function.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from specdec.config import check_whole
-from specdec.device.transfer import to_device
-from specdec.drafters.base import Draft, DraftContext, Drafter, DraftRequest, Tokens, empty_like, proposal_law
-from specdec.drafters.draft_model.core import Proposal, Texts, stream_of
+from specdec.device.graphs import R
+from specdec.drafters.base import (
+    Draft,
+    DraftContext,
+    Drafter,
+    DraftRequest,
+    RowSampling,
+    Tokens,
+    empty_like,
+    proposal_law,
+)
+from specdec.drafters.draft_model.core import Proposal, Texts, recordable
+from specdec.drafters.eagle3.dynamic_tree import Tree, TreePasses, TreeSize, grow
 from specdec.drafters.eagle3.formats import check_fit, load_head
 from specdec.drafters.eagle3.head import EagleHead
-from specdec.drafters.eagle3.rows import HeadRows
+from specdec.drafters.eagle3.rows import HeadInputs, HeadRows
 from specdec.errors import SpecdecError
-from specdec.models.runner import PassOutput
+from specdec.models.kv_cache import CachePool
+from specdec.models.runner import KV_STEP, PassOutput
 from specdec.sampling.sampling import Purpose, best, race, streams
+
+
+class ChainKey(NamedTuple):
+    """What is fixed in the recorded draft of a chain."""
+
+    width: int
+    kv_len: int
+    steps: int
+    sampled: bool
+    purpose: Purpose
+    scores: Any
+    vocab_size: int
+
+    @property
+    def passes(self) -> int:
+        return self.steps
+
+    @property
+    def is_prefill(self) -> bool:
+        return False
+
+
+class TreeKey(NamedTuple):
+    """What is fixed in the recorded growth of trees."""
+
+    width: int
+    kv_len: int
+    size: TreeSize
+
+    @property
+    def passes(self) -> int:
+        return 1 + self.size.depth
+
+    @property
+    def is_prefill(self) -> bool:
+        return False
 
 
 @dataclass
 class Eagle3(Drafter):
-    """Chains from an EAGLE head. Raises SpecdecError for bad parameters, and for a head that cannot be read."""
+    """Drafts from an EAGLE head. Raises SpecdecError for bad parameters, and for a head that cannot be read."""
 
     head: Any = None
     n_max: int = 5
+    nodes: int = 0
+    top_k: int = 10
+    depth: int = 7
     config: Mapping[str, Any] = field(default_factory=dict)
     name: str = field(init=False, default="eagle3")
 
@@ -50,6 +105,9 @@ class Eagle3(Drafter):
         if self.head is None:
             raise SpecdecError("eagle3: no head was given; pass head=FOLDER (config.json and weights) or an EagleHead")
         check_whole("eagle3: n_max", self.n_max, 1)
+        check_whole("eagle3: nodes", self.nodes, 0)
+        check_whole("eagle3: top_k", self.top_k, 1)
+        check_whole("eagle3: depth", self.depth, 0)
         if isinstance(self.head, EagleHead):
             if self.config:
                 raise SpecdecError("eagle3: config goes with a folder; an EagleHead has its own")
@@ -57,11 +115,26 @@ class Eagle3(Drafter):
         else:
             loaded = load_head(self.head, self.config)
             self._head, self._notes = loaded.head, loaded.notes
+        if self.nodes:
+            self._size.check(self._head.config.draft_vocab_size)
+        self._pools: dict[Any, CachePool] = {}  # shared by the copies of all calls
 
     def parameters(self) -> dict[str, Any]:
         """As configured, and what was said when the head was read."""
         head = type(self.head).__name__ if isinstance(self.head, EagleHead) else str(self.head)
-        return {"head": head, "n_max": self.n_max, "config": dict(self.config), "notes": list(self._notes)}
+        return super().parameters() | {"head": head, "config": dict(self.config), "notes": list(self._notes)}
+
+    @property
+    def makes_trees(self) -> bool:
+        return self.nodes > 0
+
+    @property
+    def tree_nodes(self) -> int:
+        return self.nodes
+
+    @property
+    def _size(self) -> TreeSize:
+        return TreeSize(self.top_k, self.depth, self.nodes)
 
     @property
     def observed_layers(self) -> tuple[int, ...]:
@@ -93,7 +166,12 @@ class Eagle3(Drafter):
         return layers
 
     def close(self) -> None:
+        if self._rows is not None and self._rows.cache.pool is not None:
+            self._rows.cache.pool.give_back(self._rows.cache)
         self._rows = self._before = None
+
+    def cost(self) -> tuple[int, float]:
+        return self._rows.cost() if self._rows is not None else (0, 0.0)
 
     # -- the target's states -----------------------------------------------------------------------------------------
 
@@ -121,10 +199,24 @@ class Eagle3(Drafter):
         if self._rows is not None:
             self._rows.begin(row, prompt, self._before)
 
+    def accept_path(self, row: int, nodes: Sequence[int]) -> None:
+        if self._rows is not None:
+            self._rows.accept_path(row, nodes)
+
     def _make_rows(self, device: torch.device, dtype: torch.dtype) -> None:
         """Rows on the target's device. A head that was read from a folder takes the target's dtype as well."""
         self._head.to(device, dtype if self._head is not self.head else None)
-        self._rows = HeadRows(self._head, self._context.batch, self._context.capacity, self.n_max, device)
+        context, target = self._context, self._context.target
+        recorded = target is not None and target.graphs is not None
+        tables = (self._head.fc, self._head.borrowed["embedding"], self._head.borrowed["lm_head"])
+        # Recorded functions know where the weights are.
+        place = device, *(getattr(table, "weight", torch.empty(0)).data_ptr() for table in tables)
+        step = KV_STEP if recorded or device.type == "cuda" else 1
+        pool = self._pools.setdefault(place, CachePool(self._head.config.num_hidden_layers, step))
+        drafted = self._size.slots if self.makes_trees else self.n_max
+        cache = pool.lease(context.batch, context.capacity + drafted)
+        cache.graphs = (cache.graphs or {}) if recorded else None
+        self._rows = HeadRows(self._head, cache, context.capacity, context.nodes, device)
 
     # -- drafts ------------------------------------------------------------------------------------------------------
 
@@ -134,34 +226,77 @@ class Eagle3(Drafter):
         if rows is None or not work:
             return empty_like(requests)
         with torch.no_grad():
-            proposal = self._propose(rows, work, max(r.limit(self.n_max) for r in work))
-        drafts = {r.row: proposal.draft(r.row, r.limit(self.n_max), self.name) for r in work}
+            drafts = self._trees(rows, work) if self.makes_trees else self._chains(rows, work)
         return [drafts.get(r.row, Draft()) for r in requests]
 
-    def _propose(self, rows: HeadRows, requests: Sequence[DraftRequest], steps: int) -> Proposal:
-        """Draft `steps` tokens in the rows of `requests`; the others ride along as padding."""
-        vocab, sampling = self._context.vocab_size, requests[0].sampling
-        keys, positions = [0] * rows.batch, [0] * rows.batch
-        for r in requests:
-            keys[r.row], positions[r.row] = stream_of(r), len(r.tokens) + 1
-        key, position = to_device([keys, positions], rows.device)
-        purpose = sampling.purpose if sampling is not None and sampling.drawn else Purpose.DRAFT
+    def _run(self, rows: HeadRows, key: Any, inputs: HeadInputs, function: Callable[[HeadInputs], R]) -> R:
+        """Run a function of a round's inputs, replayed where the target's passes are."""
+        rows.passes += key.passes
+        target = self._context.target
+        return function(inputs) if target is None else target.run(rows.cache, key, inputs, function)
+
+    def _chains(self, rows: HeadRows, requests: Sequence[DraftRequest]) -> dict[int, Draft]:
+        """Chains by row; the rows without a request ride along as padding."""
+        sampling = requests[0].sampling
+        steps = self.n_max if rows.cache.graphs is not None else max(r.limit(self.n_max) for r in requests)
+        inputs, kv_len = rows.plan(requests), rows.kv_len(requests, steps)
         texts = Texts(rows.batch, requests, rows.device)
-        logits, features, held = rows.catch_up(requests)
-        longest = max(rows.fed[r.row] for r in requests)
+        sampled = sampling is not None and sampling.drawn
+        key = ChainKey(
+            width=inputs.tokens.shape[1],
+            kv_len=kv_len,
+            steps=steps,
+            sampled=sampled,
+            purpose=sampling.purpose if sampled and sampling is not None else Purpose.DRAFT,
+            scores=None if sampling is None else sampling.sampling.signature,
+            vocab_size=self._context.vocab_size,
+        )
+        if texts or not recordable(sampling):
+            rows.passes += steps
+            proposal = self._chain(rows, key, sampling, inputs, texts)
+        else:
+            proposal = self._run(rows, key, inputs, lambda given: self._chain(rows, key, sampling, given, None))
+        return {r.row: proposal.draft(r.row, r.limit(self.n_max), self.name) for r in requests}
+
+    def _chain(
+        self, rows: HeadRows, key: ChainKey, sampling: RowSampling | None, inputs: HeadInputs, texts: Texts | None
+    ) -> Proposal:  # fmt: skip
+        """Draft `key.steps` tokens, from tensors alone unless `texts` are given."""
+        logits, features, held = rows.first(inputs, key.kv_len)
         tokens: list[Tensor] = []
-        laws: list[Tensor] = []
-        for i in range(steps):
-            wide = self._head.over_target(logits, vocab, float("-inf"))
+        qs: list[Tensor] = []
+        for i in range(key.steps):
+            wide = self._head.over_target(logits, key.vocab_size, float("-inf"))
             if sampling is None or (sampling.sampling.greedy and not texts):
-                token, law = best(wide)[0], None
+                token = best(wide)[0]
             else:
                 history = texts.history(tokens, rows.batch) if texts else None
                 scores = sampling.sampling.scores(wide[:, None], history)[:, 0]
-                law = proposal_law(scores) if sampling.drawn else None
-                token = scores.argmax(-1) if law is None else race(law, streams(key, position + i, purpose))
+                token = scores.argmax(-1)
+                if key.sampled:
+                    qs.append(proposal_law(scores))
+                    token = race(qs[-1], streams(inputs.keys, inputs.positions + i, key.purpose))
             tokens.append(token)
-            laws += [] if law is None else [law]
-            if i + 1 < steps:
-                logits, features = rows.step(token, features, held, i, longest)
-        return Proposal(torch.stack(tokens, dim=1), None, torch.stack(laws, dim=1) if laws else None)
+            if i + 1 < key.steps:
+                slots = torch.where(held > 0, held + i, rows.cache.capacity)
+                logits, features = rows.step(token, features, slots, key.kv_len)
+        return Proposal(torch.stack(tokens, dim=1), None, torch.stack(qs, dim=1) if qs else None)
+
+    def _trees(self, rows: HeadRows, requests: Sequence[DraftRequest]) -> dict[int, Draft]:
+        """Dynamic trees by row, of as many nodes as a verify pass takes."""
+        size = replace(self._size, nodes=min(self.nodes, self._context.nodes))
+        inputs, kv_len = rows.plan(requests), rows.kv_len(requests, size.slots)
+        key = TreeKey(inputs.tokens.shape[1], kv_len, size)
+
+        def grown(given: HeadInputs) -> Tree:
+            logits, features, held = rows.first(given, kv_len)
+            passes = TreePasses(self._head, rows.masks, rows.cache, size, kv_len)
+            passes.start(features, held)
+            tree = grow(logits.float().log_softmax(dim=-1), size, passes)
+            return replace(tree, tokens=self._head.to_target(tree.tokens))
+
+        tree = self._run(rows, key, inputs, grown)
+        return {r.row: self._tree(tree, r.row, size) for r in requests}
+
+    def _tree(self, tree: Tree, row: int, size: TreeSize) -> Draft:
+        return Draft(tree.tokens[row], tree.parents[row], None, self.name, levels=size.depth + 1, siblings=size.top_k)
