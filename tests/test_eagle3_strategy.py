@@ -12,13 +12,14 @@ from torch import Tensor
 
 from specdec import SpecdecError, SpeculativeDecoder
 from specdec.decoding.result import Generation
-from specdec.drafters import Draft, DraftRequest, Eagle3, PromptLookup, make_drafters
-from specdec.drafters.eagle3 import EagleHead, export
+from specdec.drafters import Draft, DraftModel, DraftRequest, Eagle3, PromptLookup, make_drafters
+from specdec.drafters.eagle3 import EagleHead, TreeSize, export
 from specdec.drafters.eagle3 import strategy as strategy_module
-from specdec.models.runner import Shapes
+from specdec.models.runner import Runner, Shapes
 from specdec.sampling.sampling import race
 from tests.helpers.eagle3 import from_scratch, random_head
 from tests.helpers.laws import cell, fit, samples, small_model, three_token_law
+from tests.helpers.recording import Rerun, replayed
 from tests.helpers.tiny import tiny_model
 
 LAYERS = (0, 1, 2)
@@ -63,15 +64,18 @@ class Watched(Eagle3):
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         made = super().draft(requests)
         for r, draft in zip(requests, made, strict=True):
-            self.seen.append(([*map(int, r.tokens), r.last], [int(t) for t in draft.tokens]))
+            ids = [*map(int, r.tokens), r.last]
+            self.seen.append((ids, [int(t) for t in draft.tokens]))
+            self.made.append((ids, draft))
         return made
 
     seen: list[tuple[list[int], list[int]]]
+    made: list[tuple[list[int], Draft]]
 
 
-def watched(head: EagleHead, n_max: int = 3) -> Watched:
-    made = Watched(head, n_max=n_max)
-    made.seen = []  # the copies of all calls share it
+def watched(head: EagleHead, n_max: int = 3, **options: Any) -> Watched:
+    made = Watched(head, n_max=n_max, **options)
+    made.seen, made.made = [], []  # the copies of all calls share them
     return made
 
 
@@ -276,3 +280,126 @@ def test_wrong_heads_and_options_are_refused() -> None:
     last = head_for(model, layer_ids=(0, 1, 3))
     with pytest.raises(SpecdecError, match="output of the last block"):
         decoder.generate([1, 2, 3], max_new_tokens=4, strategies=[Eagle3(last)])
+
+
+# -- dynamic trees -----------------------------------------------------------------------------------------------------
+
+SIZE = {"nodes": 14, "top_k": 4, "depth": 3}
+
+
+def slow_log_probs(head: EagleHead, start: tuple[Tensor, Tensor], path: Sequence[int]) -> Tensor:
+    """After a text and a path of draft ids [V_d], from the head computed anew for each token."""
+    embeddings, features = start
+    logits, out = from_scratch(head, embeddings, features)
+    for token in path:
+        embeddings = torch.cat([embeddings, head.embed(head.to_target(torch.tensor([[token]])))], dim=1)
+        features = torch.cat([features, out[:, -1:]], dim=1)
+        logits, out = from_scratch(head, embeddings, features)
+    return logits[0, -1].log_softmax(-1)
+
+
+def slow_tree_of(head: EagleHead, model: Any, ids: Sequence[int], size: TreeSize) -> list[tuple[int, ...]]:
+    """The paths of the dynamic tree's nodes after a text, in order, as target ids: plain loops, one node at a time."""
+    start = entries_of(head, model, ids)
+    found: list[tuple[tuple[int, ...], float]] = []
+    frontier: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
+    for _ in range(size.depth + 1):
+        level = []
+        for path, score in frontier:
+            best = slow_log_probs(head, start, path).topk(size.top_k)
+            pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+            level += [((*path, token), score + value) for token, value in pairs]
+        found += level
+        frontier = sorted(level, key=lambda node: -node[1])[: size.top_k]
+    kept = sorted(sorted(range(len(found)), key=lambda i: (-found[i][1], i))[: size.nodes])
+    return [tuple(int(head.to_target(torch.tensor(t))) for t in found[i][0]) for i in kept]
+
+
+def paths_of(tokens: Sequence[int], parents: Sequence[int]) -> list[tuple[int, ...]]:
+    paths: list[tuple[int, ...]] = []
+    for token, parent in zip(tokens, parents, strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    return paths
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["random", "accepted"])
+def test_trees_equal_the_slow_oracles(trained: bool) -> None:
+    """Whatever the rounds before accepted: a path's features have moved to where a chain would have them."""
+    model = tiny_model("llama")
+    decoder = SpeculativeDecoder(model, check=False)
+    plain = decoder.generate(PROMPTS, max_new_tokens=9, strategies=[])
+    texts = [prompt + ids for prompt, ids in zip(PROMPTS, plain.token_ids, strict=True)]
+    head = trained_head(model, texts) if trained else head_for(model)
+    strategy = watched(head, **SIZE)
+    out = decoder.generate(PROMPTS, max_new_tokens=9, strategies=[strategy], batch_size=3)
+    assert out.token_ids == plain.token_ids
+    assert out.stats.accepted_tokens > (8 if trained else -1)
+    drafted = [(ids, made) for ids, made in strategy.made if len(ids) > 1]
+    assert len(drafted) > 8
+    size = TreeSize(SIZE["top_k"], SIZE["depth"], SIZE["nodes"])
+    for ids, made in drafted:
+        assert isinstance(made.parents, Tensor)
+        paths = paths_of(made.tokens.tolist(), made.parents.tolist())
+        assert paths == slow_tree_of(head, model, ids, size), ids
+
+
+@pytest.mark.parametrize("acceptance", ["match", "leviathan", "coupled"])
+def test_trees_give_plain_decodings_text(acceptance: str) -> None:
+    """They have no q, so that every rule samples the target at their nodes with plain decoding's numbers."""
+    model = tiny_model("llama")
+    decoder = SpeculativeDecoder(model, check=False)
+    options: dict[str, Any] = {"acceptance": acceptance, "temperature": 0.9, "seed": 5, "max_new_tokens": 14}
+    plain = decoder.generate(PROMPTS, strategies=[], **options)
+    for batch in (1, 3):
+        strategies = [Eagle3(head_for(model), **SIZE)]
+        assert (
+            decoder.generate(PROMPTS, strategies=strategies, batch_size=batch, **options).token_ids == plain.token_ids
+        )
+
+
+@pytest.mark.parametrize("others", ["draft-model:tree=3x2", "draft-model:branches=3:p_split=0.01:n_max=3"])
+def test_states_below_another_strategys_tree(others: str) -> None:
+    """Its accepted nodes were verified side by side; the head's next drafts see the path alone."""
+    model = tiny_model("llama")
+    strategy = watched(head_for(model))
+
+    class Sometimes(DraftModel):
+        """Leaves every second round to the next strategy."""
+
+        def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+            made = super().draft(requests)
+            return [Draft() if len(r.tokens) % 2 else d for r, d in zip(requests, made, strict=True)]
+
+    [given] = make_drafters(others, has_draft=True)
+    other = Sometimes(**{k: v for k, v in given.parameters().items() if v is not None})
+    decoder = SpeculativeDecoder(model, tiny_model("llama"), check=False)
+    out = decoder.generate(PROMPTS, strategies=[other, strategy], max_new_tokens=24, batch_size=2)
+    assert out.token_ids == decoder.generate(PROMPTS, strategies=[], max_new_tokens=24).token_ids
+    assert out.stats.to_dict()["strategies"]["draft-model"]["accepted_tokens"] > 10
+    check_drafts(strategy, model, 1)
+
+
+@pytest.mark.parametrize("options", [{"n_max": 3}, SIZE], ids=["chain", "tree"])
+@pytest.mark.parametrize("call", [{}, {"temperature": 0.9, "seed": 3}], ids=["greedy", "sampled"])
+def test_recorded_drafts_are_the_eager_ones(options: dict[str, int], call: dict[str, Any]) -> None:
+    model = tiny_model("llama")
+    eager, recorded = (SpeculativeDecoder(model, check=False) for _ in range(2))
+    recorded.target = Runner(model, recorder=Rerun())
+    strategies = [Eagle3(head_for(model), **options)]
+    for prompts in (PROMPTS[:3], PROMPTS[:2]):
+        expected = eager.generate(prompts, 10, strategies=strategies, **call)
+        out = recorded.generate(prompts, 10, strategies=strategies, **call)
+        assert out.token_ids == expected.token_ids
+        assert out.stats.accepted_tokens == expected.stats.accepted_tokens
+    with replayed() as counts:
+        out = recorded.generate(PROMPTS[:2], 10, strategies=strategies, **call)
+    assert counts["Tree" if "nodes" in options else "Proposal"] > 5
+    passes = 1 + SIZE["depth"] if "nodes" in options else 3
+    assert out.stats.draft_passes == passes * counts["Tree" if "nodes" in options else "Proposal"]
+    assert recorded.target.failures == {}
+
+
+@pytest.mark.parametrize("options", [{"nodes": 200}, {"nodes": 20, "top_k": 500}, {"nodes": -1}, {"depth": -1}])
+def test_trees_that_cannot_be_grown_are_refused(options: dict[str, int]) -> None:
+    with pytest.raises(SpecdecError, match="eagle3: "):
+        Eagle3(head_for(tiny_model("llama")), **{"top_k": 4, "depth": 2} | options)

@@ -258,7 +258,8 @@ class Drafter:
     # -- what some have ----------------------------------------------------------------------------------------------
 
     def accept_path(self, row: int, nodes: Sequence[int]) -> None:
-        """Of a tree: the accepted nodes, from the first level on. Called before `accept`."""
+        """Of a tree: the accepted nodes, from the first level on. Called before `accept`. A strategy that observes the
+        target hears it of every strategy's trees: their nodes were verified side by side."""
 
     def observe(self, output: PassOutput) -> None:
         """See a target pass, if the strategy has `observed_layers`."""

@@ -177,7 +177,8 @@ class Chain:
         counters = self.counters[self.labels[mine]]
         winner = self.drafters[mine]
         if path is not None:
-            winner.accept_path(row, path)
+            for drafter in (winner, *(d for d in self.observers if d is not winner)):
+                drafter.accept_path(row, path)
         winner.accept(row, n_accepted, False)
         counters.n_call_accept += 1
         counters.t_accept += time.perf_counter() - started

@@ -98,6 +98,7 @@ class Eagle3(Drafter):
     _notes: tuple[str, ...] = field(init=False, repr=False, compare=False, default=())
     _context: DraftContext = field(init=False, repr=False, compare=False)
     _layers: tuple[int, ...] = field(init=False, repr=False, compare=False, default=())
+    _spent: tuple[int, float] = field(init=False, repr=False, compare=False, default=(0, 0.0))
     _rows: HeadRows | None = field(init=False, repr=False, compare=False, default=None)
     _before: HeadRows | None = field(init=False, repr=False, compare=False, default=None)
 
@@ -143,7 +144,7 @@ class Eagle3(Drafter):
 
     def fresh(self, context: DraftContext) -> Eagle3:
         made = copy.copy(self)
-        made._context, made._rows, made._layers = context, None, ()
+        made._context, made._rows, made._layers, made._spent = context, None, (), (0, 0.0)
         before = context.previous.get(self.name)
         made._before = before._rows if isinstance(before, Eagle3) and before._head is self._head else None
         target = context.target
@@ -168,10 +169,11 @@ class Eagle3(Drafter):
     def close(self) -> None:
         if self._rows is not None and self._rows.cache.pool is not None:
             self._rows.cache.pool.give_back(self._rows.cache)
+        self._spent = self.cost()
         self._rows = self._before = None
 
     def cost(self) -> tuple[int, float]:
-        return self._rows.cost() if self._rows is not None else (0, 0.0)
+        return self._rows.cost() if self._rows is not None else self._spent
 
     # -- the target's states -----------------------------------------------------------------------------------------
 
