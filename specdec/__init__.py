@@ -15,6 +15,8 @@ from specdec.drafters import (
     Drafter,
     DraftModel,
     DraftRequest,
+    Eagle3,
+    EarlyExit,
     LookupCache,
     NgramCache,
     NgramMapK,
@@ -45,7 +47,7 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "STRATEGIES", "UNSET", "AcceptanceRule", "CostTable", "Draft", "DraftModel", "DraftRequest", "Drafter",
-    "Generation", "GenerationSettings", "LoadedPair", "LookupCache", "NgramCache", "NgramMapK",
+    "Eagle3", "EarlyExit", "Generation", "GenerationSettings", "LoadedPair", "LookupCache", "NgramCache", "NgramMapK",
     "NgramMapK4V", "NgramMod", "NgramSimple", "PairConfig", "PairReport", "PromptLookup", "Round",
     "RunConfig", "SpecdecError", "SpeculativeDecoder", "Stats", "Suffix", "SuffixStore", "fuse_projections",
     "load_pair", "measure_costs", "register_rule",

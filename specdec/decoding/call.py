@@ -148,10 +148,13 @@ class Call:
         kept, previous = self._what_is_kept() if self.settings.keep_state else (None, {})
         columns = max((d.tree_nodes + 1 for d in self.drafters if d.makes_trees), default=0)
         shapes = Shapes.choose(target.device, self.exact, target.pool.room(self.capacity), columns)
+        # A tree's nodes lie side by side in slots that a chain of the same depth would not need.
+        spare = shapes.verify_width if tree_makers(self.drafters) else 0
+        cache = target.lease(self.batch, self.capacity + spare)
         context = DraftContext(
             self.batch, self.capacity, target.vocab_size, decoder.draft, decoder.tokenizer, decoder.draft_tokenizer,
             decoder.reader, previous,
-            shapes.verify_width - 1, separate=True, target=target,
+            shapes.verify_width - 1, separate=True, target=target, cache=cache,
         )  # fmt: skip
         longest = shapes.verify_width - 1
         drafters = [unlimited(d, longest) if a else d for d, a in zip(self.drafters, self.automatic, strict=True)]
@@ -159,14 +162,12 @@ class Call:
         if self.costs is not None:
             free = self.sampling.greedy or self.rule.proposal != "sample"  # the text does not depend on drafts
             chain.lengths = LengthController(chain.drafters, self.automatic, self.costs, shapes, self.batch, free)
-        # A tree's nodes lie side by side in slots that a chain of the same depth would not need.
-        spare = shapes.verify_width if tree_makers(self.drafters) else 0
         self.reads_before = decoder.reader.count
         self.recorded_before = {role: r.recorded for role, r in decoder._runners().items()}
         self.started = time.perf_counter()
         verifier = Verifier(
             runner=target,
-            cache=target.lease(self.batch, self.capacity + spare),
+            cache=cache,
             shapes=shapes,
             rule=self.rule,
             sampling=self.sampling,

@@ -14,6 +14,7 @@ from specdec.drafters.ngram.map import NgramMapK, NgramMapK4V
 from specdec.drafters.ngram.mod import NgramMod
 from specdec.drafters.ngram.simple import NgramSimple
 from specdec.drafters.prompt_lookup import PromptLookup
+from specdec.drafters.self_speculation.strategy import EarlyExit
 from specdec.drafters.suffix import Suffix
 from specdec.drafters.suffix_index import SuffixStore
 from specdec.errors import SpecdecError
@@ -29,6 +30,7 @@ STRATEGIES: dict[str, type[Any]] = {
     "ngram-mod": NgramMod,
     "ngram-cache": NgramCache,
     "eagle3": Eagle3,
+    "early-exit": EarlyExit,
 }
 
 
@@ -90,7 +92,7 @@ def _missing(made: Any) -> str:
 
 
 __all__ = [
-    "STRATEGIES", "Draft", "DraftModel", "DraftRequest", "Drafter", "Eagle3", "LookupCache", "NgramCache", "NgramMapK",
-    "NgramMapK4V", "NgramMod", "NgramSimple", "PromptLookup", "Suffix", "SuffixStore", "find_strategy", "make_drafters",
-    "parse_strategy",
+    "STRATEGIES", "Draft", "DraftModel", "DraftRequest", "Drafter", "Eagle3", "EarlyExit", "LookupCache", "NgramCache",
+    "NgramMapK", "NgramMapK4V", "NgramMod", "NgramSimple", "PromptLookup", "Suffix", "SuffixStore", "find_strategy",
+    "make_drafters", "parse_strategy",
 ]  # fmt: skip

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from transformers import LogitsProcessorList, PreTrainedTokenizerBase
 
     from specdec.device.host_read import HostReader
+    from specdec.models.kv_cache import RaggedCache
     from specdec.models.runner import PassOutput, Runner
 
 Tokens = Sequence[int] | np.ndarray
@@ -159,7 +160,7 @@ class DraftContext:
     nodes: most nodes of a tree that are verified
     separate: what a drafter knows of a row ends with it, so that a row's drafts (and under leviathan its text) do not
         depend on who had its slot before; off, a slot's rows follow one another as in llama.cpp
-    target: the target's runner, for drafters that read its states, embeddings or head
+    target, cache: the target's runner and cache, for drafters that use its layers, states, embeddings or head
     """
 
     batch: int
@@ -173,6 +174,7 @@ class DraftContext:
     nodes: int = 15
     separate: bool = False
     target: Runner | None = None
+    cache: RaggedCache | None = None
 
     @property
     def embedding(self) -> Any:

@@ -14,7 +14,7 @@ from specdec.models.trees import TreePass
 class PassKey(NamedTuple):
     """What is fixed in a pass: `batch` rows from `first_row` on, `width` columns, the K/V length that is read, how many
     columns of logits (0 = all), which hidden states are returned (None = none, empty = all), and the slots of a tree's
-    region (0 = no tree)."""
+    region (0 = no tree), and the layers that are left out."""
 
     batch: int
     first_row: int
@@ -23,6 +23,7 @@ class PassKey(NamedTuple):
     keep: int = 0
     observed: tuple[int, ...] | None = None
     region: int = 0
+    skip: tuple[int, ...] = ()
 
     @property
     def passes(self) -> int:

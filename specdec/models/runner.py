@@ -34,6 +34,7 @@ from specdec.models.compile_layers import CompiledFunction, Compiler, Forward, c
 from specdec.models.fuse_projections import Fusion
 from specdec.models.kinds import layer_configs
 from specdec.models.kv_cache import CachePool, RaggedCache, rounded_up
+from specdec.models.layer_subset import leave_out
 from specdec.models.passes import PassInputs, PassKey, PassResult
 from specdec.models.quantised import rows_of, weight_of
 from specdec.models.rope import RowRope, switch_position
@@ -135,6 +136,7 @@ class Runner:
     model: the caller's, which is left alone (models/view.py).
     compile: "off", "graph", "inductor", "max" or "auto" (device/graphs.py); `mode` is what became of it on this device.
     fuse: projections of one input as one product (models/fuse_projections.py).
+    skip: layers that are left out (models/layer_subset.py).
     """
 
     model: Any
@@ -142,11 +144,14 @@ class Runner:
     compile: str = "off"
     recorder: Recorder | None = None  # None = CUDA graphs, where the mode asks for any
     fuse: bool = False
+    skip: tuple[int, ...] = ()
     pool: CachePool = field(init=False)
 
     def __post_init__(self) -> None:
         self.own_attention = self.attn_implementation is None
-        self.view = ModelView(self.model, check_attention(self.attn_implementation))
+        self.subsets: dict[tuple[int, ...], Runner] = {}
+        prepare = self._leave_out if self.skip else None
+        self.view = ModelView(self.model, check_attention(self.attn_implementation), prepare)
         self.tree_fault: str | None = None  # why trees are refused, once the self-test has tried one
         self.excluded_ids: tuple[int, ...] = ()
         self._adopt()
@@ -172,6 +177,25 @@ class Runner:
         self.cache_argument = "cache" if "cache" in accepted else "past_key_values"
         self.can_trim_logits = "logits_to_keep" in accepted
         self.exclude(self.excluded_ids)
+
+    @property
+    def layer_count(self) -> int:
+        """Layers of the model, those that are left out included."""
+        return self.facts[-1]
+
+    def without_layers(self, skip: tuple[int, ...]) -> Runner:
+        """A runner of the same model without some layers, for passes over this one's caches. Made once; its passes are
+        recorded where this one's are, and never compiled."""
+        made = self.subsets.get(skip)
+        if made is None:
+            attention = None if self.own_attention else self.attn_implementation
+            mode = "off" if self.graphs is None else "graph"
+            made = self.subsets[skip] = Runner(self.model, attention, mode, self.recorder, skip=skip)
+        made.refresh()
+        return made
+
+    def _leave_out(self, model: Any) -> None:
+        leave_out(model, self.measure()[-1], self.skip)
 
     def exclude(self, ids: Sequence[int]) -> None:
         """As a draft, never propose these ids: they mean another text to the target. `excluded`: those of them that
@@ -225,7 +249,7 @@ class Runner:
 
     def key(self, cache: RaggedCache, shapes: Shapes, width: int, reach: int, region: int = 0) -> PassKey:
         """The key of a pass over all rows that reads no slot from `reach` on; region: slots of a row's tree."""
-        return PassKey(cache.batch, 0, width, shapes.kv_len(reach, cache.capacity), region=region)
+        return PassKey(cache.batch, 0, width, shapes.kv_len(reach, cache.capacity), region=region, skip=self.skip)
 
     def forward(self, cache: RaggedCache, key: PassKey, inputs: PassInputs) -> PassResult:
         """A pass, replayed where it can be."""

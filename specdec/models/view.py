@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import OptimizedModule
 
+from specdec.errors import SpecdecError
 from specdec.models.attention import AttentionSwitch
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
@@ -47,10 +48,12 @@ _locks: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 
 class ModelView:
     """`model`: the view of `original`, in eval mode and with the attention function `implementation`. `private`: it is
-    a copy; else it is the original itself, which `attending` must switch."""
+    a copy; else it is the original itself, which `attending` must switch. prepare: changes a copy when it is made."""
 
-    def __init__(self, original: nn.Module, implementation: str):
-        self.original, self.implementation = original, implementation
+    def __init__(
+        self, original: nn.Module, implementation: str, prepare: Callable[[nn.Module], None] | None = None
+    ):  # fmt: skip
+        self.original, self.implementation, self.prepare = original, implementation, prepare
         self.builds = 0
         self.changes = 0  # builds after which keys and values computed before are of no use
         self._build()
@@ -67,6 +70,10 @@ class ModelView:
         if self.private:
             self.configs = [c for c in copier.configs if hasattr(c, "_attn_implementation_internal")]
             self._attend(self.implementation)
+            if self.prepare is not None:
+                self.prepare(self.model)
+        elif self.prepare is not None:
+            raise SpecdecError(f"{type(self.original).__name__} cannot be copied, so no layer of it can be left out")
         else:
             self.model = self.original
 

@@ -29,14 +29,13 @@ def samples(full: int, fast: int) -> int:
     return max(chosen, int(os.environ.get("SPECDEC_SAMPLES", "0")))
 
 
-def small_model(seed: int, vocab: int, spread: float = 0.25) -> Any:
-    """A one-layer Llama whose next-token laws are neither flat nor one-hot; a pass costs about a millisecond."""
+def small_model(seed: int, vocab: int, spread: float = 0.25, **overrides: Any) -> Any:
+    """A Llama of one layer whose next-token laws are neither flat nor one-hot; a pass costs about a millisecond."""
     from tests.helpers.tiny import tiny_model
 
-    return tiny_model(
-        "llama", seed, vocab, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, initializer_range=spread,
-    )  # fmt: skip
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 1, **overrides}
+    return tiny_model("llama", seed, vocab, initializer_range=spread, **sizes)
 
 
 def next_laws(

@@ -20,12 +20,13 @@ from specdec.device.buffers import Buffers
 from specdec.device.clock import Clock
 from specdec.device.transfer import array_on, to_device
 from specdec.drafters.base import Draft, DraftRequest, RowSampling, Tokens, as_array, pad_vocabulary, proposal_law
-from specdec.models.kv_cache import KeptRows, shared_first
+from specdec.models.kv_cache import KeptRows, RaggedCache, shared_first
 from specdec.models.passes import PassInputs, PassKey
 from specdec.models.runner import Runner, Shapes
 from specdec.models.trees import Tree, TreePass, depths_of, moves, parent_table
 from specdec.sampling.sampling import History, Purpose, best, race, streams
 
+RECORDED_STEPS = (1, 2, 3, 5, 8, 12, 16, 24, 32, 48, 64)
 CATCH_UP = 16  # a longer gap is prefilled; a shorter one rides in the first draft pass
 # Columns of `StepInputs.table`; the tokens to catch up with follow.
 STARTS, COUNTS, KEYS, POSITIONS, TOKENS = range(5)
@@ -126,10 +127,13 @@ class DraftCore:
     moves that accepted paths of trees ask for are made (`settle`). `spare`: slots for nodes of trees.
     """
 
-    def __init__(self, runner: Runner, batch: int, capacity: int, kept: KeptRows | None = None, spare: int = 0):
+    def __init__(
+        self, runner: Runner, batch: int, capacity: int, kept: KeptRows | None = None, spare: int = 0,
+        cache: RaggedCache | None = None,
+    ):  # fmt: skip
         self.runner, self.batch = runner, batch
         self.capacity = min(capacity, runner.context)
-        self.cache = runner.lease(batch, self.capacity + spare)
+        self.cache = runner.lease(batch, self.capacity + spare) if cache is None else cache
         self.kept = kept
         self.shapes = Shapes.choose(runner.device, False, self.capacity)
         self.text = np.zeros((batch, self.capacity), dtype=np.int64)
@@ -240,6 +244,12 @@ class DraftCore:
         held = [min(a, b) if r != row else 0 for r, (a, b) in enumerate(zip(self.length, self.written, strict=True))]
         texts = [self.text[r, :n] for r, n in enumerate(held)]
         return KeptRows(self.cache, texts).restore(self.cache, row, self.text[row, :total], known=self.length[row])
+
+    def recorded_steps(self, k: int, most: int) -> int:
+        """Tokens to draft for k: where passes are recorded one of a few, so that few are; what is too long is cut."""
+        if self.runner.graphs is None:
+            return k
+        return min(most, next((steps for steps in RECORDED_STEPS if steps >= k), k))
 
     def catch_up(self, requests: Sequence[DraftRequest]) -> Tensor:
         """Feed what each row's text has grown by; returns the logits after its newest token, [B, V_draft]."""

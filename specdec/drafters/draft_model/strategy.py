@@ -37,9 +37,6 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-PROGRAM_STEPS = (1, 2, 3, 5, 8, 12, 16, 24, 32, 48, 64)
-
-
 @dataclass
 class DraftModel(Drafter):
     """Parameters that are None take the preset's value, or the default. Raises SpecdecError for bad ones."""
@@ -153,9 +150,7 @@ class DraftModel(Drafter):
         if ahead is not None and len(work) == len(requests) and take(self._core, ahead, wanted):
             proposal = ahead.proposal
         else:
-            k = max(n for _, n in work)
-            if self._core.runner.graphs is not None:  # few lengths are few programs: what is too long is cut
-                k = min(depth, next((steps for steps in PROGRAM_STEPS if steps >= k), k))
+            k = self._core.recorded_steps(max(n for _, n in work), depth)
             proposal = self._core.propose(wanted, k, self._stops, self._context.vocab_size)
         self._proposal, self._ahead = proposal, None
         drafts = {r.row: proposal.draft(r.row, n, self.name) for r, n in work}

@@ -1,0 +1,126 @@
+"""early-exit: the target drafts for itself, without some of its layers, over its own keys and values.
+
+Source: LayerSkip (Elhoushi et al. 2024) for the first layers of a model, Draft & Verify (Zhang et al. 2023) for any set
+of layers. Parameters: `layers`, how many first layers draft (None: a third of them), or in its place `skip`, the layers
+that are left out, as a list or "8-15+20"; `n_max` tokens to propose; `p_min`, `n_min`, `top_n` as of draft-model. The
+final norm and the head are the target's.
+
+The draft has no cache of its own. The layers that run read what the whole model has written for the text so far, and
+write the drafted tokens' keys and values where the verify pass, which runs all layers, writes them again. So a draft
+costs no memory and no catching up with the text: only its share of the weights, a pass a token.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from specdec.config import check_number, check_whole
+from specdec.drafters.base import Draft, DraftContext, Drafter, DraftRequest, Tokens, empty_like
+from specdec.drafters.draft_model.core import DraftCore, Stops
+from specdec.errors import SpecdecError
+
+
+@dataclass
+class EarlyExit(Drafter):
+    """Raises SpecdecError for parameters out of range, and in a call for layers that the target does not have."""
+
+    layers: int | None = None
+    skip: Any = None
+    n_max: int = 4
+    n_min: int = 0
+    p_min: float = 0.0
+    top_n: int | None = None
+    name: str = field(init=False, default="early-exit")
+
+    _core: SharedCore = field(init=False, repr=False, compare=False)
+    _vocab_size: int = field(init=False, repr=False, compare=False, default=0)
+
+    def __post_init__(self) -> None:
+        if self.layers is not None and self.skip is not None:
+            raise SpecdecError("early-exit: give layers (the first ones draft) or skip (those left out), not both")
+        if self.layers is not None:
+            check_whole("early-exit: layers", self.layers, 1)
+        if self.skip is not None:
+            self.skip = parse_layers(self.skip)
+        check_whole("early-exit: n_max", self.n_max, 1)
+        check_whole("early-exit: n_min", self.n_min, 0)
+        check_number("early-exit: p_min", self.p_min, 0.0, 1.0)
+        if self.top_n is not None:
+            check_whole("early-exit: top_n", self.top_n, 1)
+        if self.n_min > self.n_max:
+            raise SpecdecError(f"early-exit needs n_min <= n_max, got n_min={self.n_min}, n_max={self.n_max}")
+
+    def left_out(self, count: int) -> tuple[int, ...]:
+        """The layers that do not draft, of a target of `count`. Raises SpecdecError if it does not have them."""
+        first = max(1, count // 3) if self.layers is None else self.layers
+        skip = tuple(range(first, count)) if self.skip is None else self.skip
+        if not skip or max(skip) >= count or len(skip) == count:
+            asked = f"layers={self.layers}" if self.skip is None else f"skip={list(skip)}"
+            raise SpecdecError(
+                f"early-exit: {asked} does not fit a target of {count} layers (0 to {count - 1}): some must draft and "
+                "some must be left out"
+            )
+        return skip
+
+    def fresh(self, context: DraftContext) -> EarlyExit:
+        if context.target is None or context.cache is None:
+            raise SpecdecError("early-exit drafts over the cache of a decoder's call: use it in a SpeculativeDecoder")
+        made = copy.copy(self)
+        runner = context.target.without_layers(self.left_out(context.target.layer_count))
+        made._core = SharedCore(runner, context.batch, context.capacity, cache=context.cache)
+        made._vocab_size = context.vocab_size
+        return made
+
+    def begin(self, row: int, prompt: Tokens) -> None:
+        self._core.begin(row, prompt)
+
+    def accept(self, row: int, n_accepted: int, is_other: bool) -> None:
+        if not is_other:
+            self._core.accept(row, n_accepted)
+
+    def cost(self) -> tuple[int, float]:
+        return self._core.cost()
+
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        limits = {r.row: self._core.room(r, self.n_max) for r in requests}
+        work = [r for r in requests if limits[r.row] > 0]
+        if not work:
+            return empty_like(requests)
+        steps = self._core.recorded_steps(max(limits.values()), self.n_max)
+        stops = Stops(self.p_min, self.n_min, self.top_n)
+        proposal = self._core.propose(work, steps, stops, self._vocab_size)
+        drafts = {r.row: proposal.draft(r.row, limits[r.row], self.name) for r in work}
+        return [drafts.get(r.row, Draft()) for r in requests]
+
+
+class SharedCore(DraftCore):
+    """Draft steps over the target's own cache, which holds every row's text but for its newest token."""
+
+    def begin(self, row: int, prompt: Tokens) -> None:
+        self.outstanding.pop(row, None)
+
+    def write(self, request: DraftRequest) -> int:
+        self.length[request.row] = len(request.tokens)
+        return super().write(request)
+
+    def close(self) -> None:
+        """The cache is the engine's."""
+
+
+def parse_layers(value: Any) -> tuple[int, ...]:
+    """Layer numbers, from a list or from text such as "8-15+20". Raises SpecdecError for anything else."""
+    if isinstance(value, str):
+        parts = [part.split("-") for part in value.split("+")]
+        if not all(1 <= len(part) <= 2 and all(number.isdigit() for number in part) for part in parts):
+            raise SpecdecError(f"early-exit: skip must list layers, such as [8, 9] or '8-15+20', got {value!r}")
+        value = [n for part in parts for n in range(int(part[0]), int(part[-1]) + 1)]
+    if isinstance(value, int):
+        value = [value]
+    if not isinstance(value, Sequence) or not value:
+        raise SpecdecError(f"early-exit: skip must list layers, such as [8, 9] or '8-15+20', got {value!r}")
+    for number in value:
+        check_whole("early-exit: skip", number, 0)
+    return tuple(sorted(set(value)))

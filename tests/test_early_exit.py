@@ -1,0 +1,133 @@
+"""The strategy early-exit: plain decoding's text, the target's distribution, and the drafts of a slow oracle."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from specdec import DraftModel, EarlyExit, PromptLookup, SpecdecError, SpeculativeDecoder
+from specdec.models.layer_subset import PassThrough
+from specdec.models.runner import Runner
+from tests.helpers.laws import cell, fit, samples, small_model, three_token_law
+from tests.helpers.recording import Rerun
+from tests.helpers.tiny import tiny_model
+from tests.oracle import oracle_greedy
+
+PROMPTS = [[1, 2, 3, 4, 5], [9, 8], [7], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4]]
+
+
+@pytest.mark.fast(3)
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "qwen3", "mixtral", "phi3"])
+def test_greedy_text_is_plain_decodings(kind: str, batch: int) -> None:
+    model = tiny_model(kind)
+    expected = [oracle_greedy(model, p, 16) for p in PROMPTS]
+    decoder = SpeculativeDecoder(model, check=False)
+    for drafter in (EarlyExit(layers=2), EarlyExit(skip=[1], n_max=7)):
+        out = decoder.generate(PROMPTS, 16, strategies=[drafter], batch_size=batch)
+        assert out.token_ids == expected
+        assert out.stats.draft_tokens > 0
+
+
+@pytest.mark.parametrize("rule", ["match", "coupled"])
+def test_sampled_text_is_plain_decodings(rule: str) -> None:
+    decoder = SpeculativeDecoder(tiny_model("llama"), check=False)
+    chain = [PromptLookup(ngram_max=1), EarlyExit(layers=2, p_min=0.01)]
+    options: dict[str, Any] = {"temperature": 0.9, "acceptance": rule, "seed": 5, "repetition_penalty": 1.2}
+    plain = decoder.generate(PROMPTS, 16, strategies=[], **options)
+    assert decoder.generate(PROMPTS, 16, strategies=chain, batch_size=2, **options).token_ids == plain.token_ids
+
+
+def test_samples_follow_the_targets_distribution() -> None:
+    target, prompt = small_model(3, 13, num_hidden_layers=2), [5, 7, 5, 7, 5]
+    n = samples(20_000, 3_000)
+    out = SpeculativeDecoder(target, check=False).generate(
+        [prompt] * n, 3, strategies=[EarlyExit(layers=1, n_max=2)], temperature=0.8, seed=1, batch_size=n
+    )
+    assert fit(cell(out.token_ids, 13), three_token_law(target, prompt, 0.8)).holds
+    assert 0.05 < out.stats.draft_acceptance_rate < 0.98
+
+
+def drafts_of(decoder: SpeculativeDecoder, drafter: Any, **options: Any) -> list[Any]:
+    rounds = decoder.rounds(PROMPTS[3], max_new_tokens=20, strategies=[drafter], **options)
+    return [(r.draft, r.accepted, r.tokens) for r in rounds]
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "seed": 2}], ids=["greedy", "sampled"])
+def test_the_first_layers_draft_what_a_model_of_only_these_would(options: dict[str, Any]) -> None:
+    """A model of the first layers has the same keys and values in them, whatever comes after."""
+    model = tiny_model("llama")
+    short = copy.deepcopy(model)
+    short.model.layers = short.model.layers[:2]
+    short.config.num_hidden_layers = 2
+    own = drafts_of(SpeculativeDecoder(model, check=False), EarlyExit(layers=2, n_max=3), **options)
+    assert own == drafts_of(SpeculativeDecoder(model, short, check=False), DraftModel(n_max=3), **options)
+    assert any(accepted > 0 for _, accepted, _ in own)
+
+
+def test_any_layers_may_be_left_out_and_the_past_is_the_whole_models() -> None:
+    model = tiny_model("llama")
+    without = copy.deepcopy(model)
+    without.model.layers[1] = PassThrough(without.model.layers[1], False)
+    text = list(PROMPTS[3])
+    for draft, _, tokens in drafts_of(SpeculativeDecoder(model, check=False), EarlyExit(skip="1", n_max=1)):
+        if draft:
+            with torch.no_grad():
+                past = model(torch.tensor([text[:-1]]), use_cache=True).past_key_values
+                logits = without(torch.tensor([text[-1:]]), past_key_values=past, use_cache=True).logits
+            assert draft == [int(logits[0, -1].argmax())]
+        text += tokens
+
+
+def test_recorded_passes_of_the_target_and_of_its_layers_are_kept_apart() -> None:
+    model = tiny_model("llama")
+    decoder = SpeculativeDecoder(model, check=False)
+    decoder.target = Runner(model, recorder=Rerun())
+    for _ in range(2):
+        for drafter in (EarlyExit(layers=1), EarlyExit(skip=[0, 2])):
+            out = decoder.generate(PROMPTS, 16, strategies=[drafter], batch_size=2)
+            assert out.token_ids == [oracle_greedy(model, p, 16) for p in PROMPTS]
+            assert out.stats.draft_passes > 0
+
+
+def test_no_cache_is_made_for_the_draft_and_the_model_is_left_alone() -> None:
+    model = tiny_model("llama")
+    before = list(model.model.layers)
+    decoder = SpeculativeDecoder(model, check=False)
+    decoder.generate(PROMPTS, 8, strategies=[EarlyExit()])
+    (subset,) = decoder.target.subsets.values()
+    assert subset.pool.idle is None
+    assert decoder.target.pool.idle is not None
+    assert all(a is b for a, b in zip(model.model.layers, before, strict=True))
+    assert all(a is b for a, b in zip(model.parameters(), subset.view.original.parameters(), strict=True))
+
+
+def test_a_layer_that_the_user_replaces_is_followed() -> None:
+    model = tiny_model("llama")
+    decoder = SpeculativeDecoder(model, check=False)
+    decoder.generate(PROMPTS[3], 8, strategies=[EarlyExit(layers=1)])
+    other = tiny_model("llama", seed=1)
+    model.model.layers[0] = other.model.layers[0]
+    drafts = drafts_of(decoder, EarlyExit(layers=1, n_max=3))
+    assert drafts == drafts_of(SpeculativeDecoder(model, check=False), EarlyExit(layers=1, n_max=3))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layers": 3}, "layers=3 does not fit a target of 3 layers"),
+        ({"skip": [0, 1, 2]}, "does not fit a target of 3 layers"),
+        ({"skip": "2-5"}, "does not fit a target of 3 layers"),
+        ({"skip": "two"}, "skip must list layers"),
+        ({"skip": []}, "skip must list layers"),
+        ({"layers": 1, "skip": [1]}, "not both"),
+        ({"layers": 0}, "layers"),
+        ({"n_min": 5}, "n_min <= n_max"),
+    ],
+)
+def test_layers_that_do_not_fit_are_refused_in_words(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecdecError, match=message):
+        SpeculativeDecoder(tiny_model("llama"), check=False).generate([1, 2], 4, strategies=[EarlyExit(**options)])
