@@ -396,6 +396,7 @@ def test_recorded_drafts_are_the_eager_ones(options: dict[str, int], call: dict[
     assert counts["Tree" if "nodes" in options else "Proposal"] > 5
     passes = 1 + SIZE["depth"] if "nodes" in options else 3
     assert out.stats.draft_passes == passes * counts["Tree" if "nodes" in options else "Proposal"]
+    assert out.stats.host_reads == out.stats.verify_passes
     assert recorded.target.failures == {}
 
 
@@ -403,3 +404,51 @@ def test_recorded_drafts_are_the_eager_ones(options: dict[str, int], call: dict[
 def test_trees_that_cannot_be_grown_are_refused(options: dict[str, int]) -> None:
     with pytest.raises(SpecdecError, match="eagle3: "):
         Eagle3(head_for(tiny_model("llama")), **{"top_k": 4, "depth": 2} | options)
+
+
+# -- what may be wrong with a head, a target or a text -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, SIZE], ids=["chain", "tree"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
+def test_a_broken_head_costs_acceptance_and_no_more(value: float, options: dict[str, int]) -> None:
+    model = tiny_model("llama")
+    decoder = SpeculativeDecoder(model, check=False)
+    head = head_for(model)
+    assert head.lm_head is not None
+    head.lm_head.weight.fill_(value)
+    for call in ({}, {"temperature": 0.9, "acceptance": "match", "seed": 1}):
+        plain = decoder.generate(PROMPTS, max_new_tokens=6, strategies=[], **call)
+        out = decoder.generate(PROMPTS, max_new_tokens=6, strategies=[Eagle3(head, **options)], **call)
+        assert out.token_ids == plain.token_ids
+    decoder.generate(
+        PROMPTS, max_new_tokens=6, strategies=[Eagle3(head, **options)], temperature=0.9, acceptance="leviathan"
+    )
+
+
+@pytest.mark.parametrize("options", [{"n_max": 6}, SIZE], ids=["chain", "tree"])
+def test_texts_that_reach_the_end_of_the_context(options: dict[str, int]) -> None:
+    model = tiny_model("llama", max_position_embeddings=32)
+    decoder = SpeculativeDecoder(model, check=False)
+    plain = decoder.generate(PROMPTS, max_new_tokens=40, strategies=[])
+    assert set(plain.finish_reasons) == {"context"}
+    strategies = [Eagle3(head_for(model), **options)]
+    assert (
+        decoder.generate(PROMPTS, max_new_tokens=40, strategies=strategies, batch_size=3).token_ids == plain.token_ids
+    )
+    one = decoder.generate(PROMPTS, max_new_tokens=1, strategies=strategies)
+    assert one.token_ids == [ids[:1] for ids in plain.token_ids]
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_a_head_that_borrows_from_a_target_of_another_dtype(version: int) -> None:
+    model = tiny_model("llama").to(torch.bfloat16)
+    changes = HEADS["eagle-1"] if version == 1 else {"hidden_size": 32}
+    changes = changes | {"own_embedding": False, "own_lm_head": False, "draft_vocab_size": 128}
+    strategy = watched(head_for(model, **changes))
+    decoder = SpeculativeDecoder(model, check=False)
+    out = decoder.generate(PROMPTS, max_new_tokens=8, strategies=[strategy], exact=False)
+    assert out.stats.draft_tokens > 10
+    narrow = head_for(model, own_embedding=False, own_lm_head=False, draft_vocab_size=128)
+    with pytest.raises(SpecdecError, match="wide and do not fit"):
+        decoder.generate(PROMPTS, max_new_tokens=8, strategies=[Eagle3(narrow)])

@@ -250,6 +250,9 @@ class EagleHead(nn.Module):
             return F.linear(normed, self.embed_tokens.weight)
         table = self.borrowed["lm_head"]
         assert table is not None
+        weight = getattr(table, "weight", None)
+        if isinstance(weight, Tensor) and weight.is_floating_point():  # the target may have another dtype
+            normed = normed.to(weight.dtype)
         out: Tensor = table(normed)
         return out
 
