@@ -18,7 +18,7 @@ from specdec.research.ablation.merge import REPORT, check_packages, merge
 from specdec.research.ablation.report import EVERY_ROW_FAILED
 from specdec.research.ablation.runner import run_ablation
 from specdec.research.ablation.store import Plan
-from specdec.research.bench.tables import interval
+from specdec.research.ablation.tables import settings_table
 
 FAILED = 1
 SHOWN = 10
@@ -94,21 +94,10 @@ def _finish(summary: Mapping[str, Any] | None, folder: Path, as_json: bool) -> N
 
 
 def print_summary(console: Console, summary: Mapping[str, Any]) -> None:
-    """The summary of an ablation for people."""
-    made = output.table(
-        "setting", "tokens/round", "acceptance", "tokens/s", "speed-up", "predicted", "same text",
-        title="pooled figures with 95 % intervals over prompts; speed-up paired with plain decoding, prefill included",
-    )  # fmt: skip
-    for name, entry in summary["settings"].items():
-        same = "-" if not entry["compared"] else f"{entry['compared'] - entry['differing']}/{entry['compared']}"
-        made.add_row(
-            escape(name), interval(entry["tokens_per_round"]),
-            interval(entry["acceptance"]) if entry["drafts"] else "-", interval(entry["tokens_per_second"], 1),
-            interval(entry.get("speedup")),
-            output.number(entry.get("predicted_speedup")),
-            f"[bold red]{same}[/]" if entry["differing"] else same,
-        )  # fmt: skip
-    console.print(made)
+    """Print the summary of an ablation for people."""
+    styles = ["bold red" if entry["differing"] else "" for entry in summary["settings"].values()]
+    shown = settings_table(summary).without("without prefill", "p", "rows", "errors")
+    console.print(output.rendered(shown, styles, whole_names=False))
     print_gate(console, summary["gate"])
     if sum(entry["rows"] for entry in summary["errors"]) == summary["rows"]:
         console.print(EVERY_ROW_FAILED, style="bold red")
@@ -121,7 +110,7 @@ def print_summary(console: Console, summary: Mapping[str, Any]) -> None:
 
 
 def print_gate(console: Console, gate: Mapping[str, Any]) -> None:
-    """What the equality gate found."""
+    """Print what the equality gate found."""
     differing = gate["differing"]
     if differing:
         head = f"EQUALITY GATE FAILED: {len(differing)} of {gate['compared']} rows differ from plain decoding"

@@ -19,7 +19,7 @@ from specdec.cli.options import SETS, AsJson, Generation, Prompts, with_groups
 from specdec.research.ablation.compare import compare as run_compare
 from specdec.research.ablation.compare import compare_config
 from specdec.research.ablation.merge import check_packages
-from specdec.research.bench.tables import interval
+from specdec.research.bench.tables import Table, interval
 
 FAILED = 1
 POSITIONS = 6
@@ -71,18 +71,16 @@ def compare(
 
 
 def _print(console: Console, result: Mapping[str, Any]) -> None:
-    made = output.table(
-        "candidate", "speed-up", "predicted", "tokens/round", "acceptance", "cost c", "best length",
-        title="fastest first; speed-up over plain decoding without prefill, 95 % intervals over prompts",
-    )  # fmt: skip
+    heads = ("candidate", "speed-up", "predicted", "tokens/round", "acceptance", "cost c", "best length")
+    title = "fastest first; speed-up over plain decoding without prefill, 95 % intervals over prompts"
+    rows = []
     for entry in result["candidates"]:
         best = entry["best_length"]
-        made.add_row(
-            escape(entry["name"]), interval(entry["decode_speedup"]), output.number(entry["predicted_speedup"]),
-            interval(entry["tokens_per_round"]), interval(entry["acceptance"]), output.number(entry["cost_ratio"], 3),
-            "-" if best is None else str(best) if best else "off",
-        )  # fmt: skip
-    console.print(made)
+        speeds = [interval(entry["decode_speedup"]), output.number(entry["predicted_speedup"])]
+        rates = [interval(entry["tokens_per_round"]), interval(entry["acceptance"])]
+        advice = "-" if best is None else str(best) if best else "off"
+        rows.append([entry["name"], *speeds, *rates, output.number(entry["cost_ratio"], 3), advice])
+    console.print(output.rendered(Table(title, heads, rows), whole_names=False))
     _print_acceptance(console, result["candidates"])
     for entry in result["candidates"]:
         for reason in entry["reasons"]:
@@ -96,10 +94,11 @@ def _print(console: Console, result: Mapping[str, Any]) -> None:
 def _print_acceptance(console: Console, candidates: list[Mapping[str, Any]]) -> None:
     depth = min(POSITIONS, max((len(c["acceptance_by_position"]) for c in candidates), default=0))
     categories = list(dict.fromkeys(name for c in candidates for name in c["acceptance_by_category"]))
-    heads = [*(str(i + 1) for i in range(depth)), *(escape(name) for name in categories)]
-    made = output.table("candidate", *heads, title="acceptance of a tested token, by position and by category")
+    rows = []
     for c in candidates:
         positions = [*c["acceptance_by_position"], *([None] * depth)][:depth]
         values = [*positions, *(c["acceptance_by_category"].get(name) for name in categories)]
-        made.add_row(escape(c["name"]), *(output.number(v) for v in values))
-    console.print(made)
+        rows.append([c["name"], *(output.number(v) for v in values)])
+    heads = ("candidate", *(str(i + 1) for i in range(depth)), *map(escape, categories))
+    title = "acceptance of a tested token, by position and by category"
+    console.print(output.rendered(Table(title, heads, rows), whole_names=False))

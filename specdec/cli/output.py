@@ -89,9 +89,9 @@ def table(*columns: str, title: str | None = None, whole_names: bool = False) ->
     return made
 
 
-def rendered(made: tables.Table, styles: Sequence[str] = ()) -> Table:
+def rendered(made: tables.Table, styles: Sequence[str] = (), whole_names: bool = True) -> Table:
     """A table of figures; styles: of its rows."""
-    shown = table(*made.heads, title=made.title, whole_names=True)
+    shown = table(*made.heads, title=made.title, whole_names=whole_names)
     for i, row in enumerate(made.rows):
         shown.add_row(*map(escape, row), style=styles[i] if styles else "")
     return shown

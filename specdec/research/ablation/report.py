@@ -10,13 +10,15 @@ import base64
 import html
 import io
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import yaml
 
 from specdec.errors import SpecdecError
 from specdec.research.ablation.table import Row
+from specdec.research.ablation.tables import category_table, comparison_table, settings_table
+from specdec.research.bench.tables import Table
 
 SHOWN_TEXT = 400  # characters of a prompt's end and of an output
 SHOWN_DIFFERENCES, SHOWN_ROWS, SHOWN_SETTINGS = 20, 8, 12
@@ -27,7 +29,7 @@ h1 { font-size: 1.6em; } h2 { font-size: 1.2em; margin-top: 2em; border-bottom: 
 table { border-collapse: collapse; font-size: 13px; } th, td { padding: 4px 10px; border-bottom: 1px solid #d8dee4; }
 th { text-align: right; background: #f6f8fa; } td { text-align: right; white-space: nowrap; }
 th:first-child, td:first-child, td.text { text-align: left; } td.text { white-space: normal; }
-.scroll { overflow-x: auto; } .range { color: #656d76; font-size: 11px; }
+.scroll { overflow-x: auto; }
 .banner { padding: .6em 1em; border-radius: 6px; font-weight: 600; }
 .good { background: #dafbe1; } .bad { background: #ffebe9; color: #a40e26; } .warn { background: #fff8c5; }
 pre { background: #f6f8fa; padding: .8em; overflow-x: auto; white-space: pre-wrap; font-size: 12px; }
@@ -44,31 +46,25 @@ def render(manifest: Mapping[str, Any], rows: Sequence[Row], summary: Mapping[st
         f"<title>specdec ablation</title><style>{STYLE}</style></head><body>"
     )
     config = yaml.safe_dump(manifest["config"], sort_keys=False, allow_unicode=True)
-    parts = [
-        head, "<h1>Ablation</h1>", _made_with(manifest, summary), _banners(summary), "<h2>Settings</h2>",
-        _settings_table(summary), "<h2>Paired comparisons</h2>", _comparison_table(summary),
-        "<h2>By category</h2>", _category_table(summary), "<h2>Plots</h2>", *_plots(rows),
-        *_differences(manifest, rows), *_errors(summary), "<h2>Rows</h2>", _examples(manifest, rows),
-        "<h2>Config</h2>", f"<pre>{text(config)}</pre>",
-        "</body></html>\n",
-    ]  # fmt: skip
-    return "\n".join(parts)
+    sections = {
+        "Settings": _settings(summary),
+        "Paired comparisons": _comparisons(summary),
+        "By category": "<p>Tokens per round.</p>" + _table(category_table(summary)),
+        "Plots": "\n".join(_plots(rows)),
+        "Rows that differ from plain decoding": _differences(rows),
+        "Errors": _errors(summary),
+        "Rows": _examples(manifest, rows),
+        "Config": f"<pre>{text(config)}</pre>",
+    }
+    parts = [head, "<h1>Ablation</h1>", _made_with(manifest, summary), _banners(summary)]
+    parts += [f"<h2>{title}</h2>\n{body}" for title, body in sections.items() if body]
+    return "\n".join([*parts, "</body></html>\n"])
 
 
 def text(value: Any) -> str:
     """Anything as text of the page; control characters and halves of characters, which it cannot hold, as U+FFFD."""
     shown = html.escape(str(value), quote=True)
     return "".join(c if c in "\n\t" or unicodedata.category(c)[0] != "C" else "\ufffd" for c in shown)
-
-
-def interval(entry: Mapping[str, Any] | None, form: str = ".2f") -> str:
-    """A figure with its interval, as HTML; `-` where there is none."""
-    if entry is None or entry["value"] is None:
-        return "-"
-    value = format(entry["value"], form)
-    if entry["low"] is None:
-        return value
-    return f'{value} <span class="range">{entry["low"]:{form}} to {entry["high"]:{form}}</span>'
 
 
 def _made_with(manifest: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
@@ -100,60 +96,32 @@ def _banners(summary: Mapping[str, Any]) -> str:
     if gate["lossy"]:
         made.append(("bad", f"LOSSY acceptance rule: {', '.join(gate['lossy'])}"))
     if summary["missing"]:
-        made.append(("warn", f"{summary['missing']} rows are missing yet"))
+        made.append(("warn", f"{summary['missing']} rows are missing"))
     failed = sum(e["rows"] for e in summary["errors"])
     if failed:
         made.append(("bad", EVERY_ROW_FAILED if failed == summary["rows"] else f"{failed} rows failed"))
     return "".join(f'<p class="banner {kind}">{text(line)}</p>' for kind, line in made)
 
 
-def _table(heads: Iterable[str], lines: Iterable[Sequence[str]]) -> str:
-    """Cells are HTML already."""
-    head = "".join(f"<th>{text(name)}</th>" for name in heads)
-    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in line)}</tr>" for line in lines)
+def _table(table: Table, bad: Collection[int] = ()) -> str:
+    """A table; bad: rows that are marked."""
+    head = "".join(f"<th>{text(name)}</th>" for name in table.heads)
+    body = ""
+    for i, row in enumerate(table.rows):
+        cells = "".join(f"<td>{text(cell)}</td>" for cell in row)
+        body += f"<tr class='{'bad' * (i in bad)}'>{cells}</tr>"
     return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
 
 
-def _settings_table(summary: Mapping[str, Any]) -> str:
-    heads = ("setting", "rows", "tokens/round", "acceptance", "tokens/s", "speed-up", "without prefill", "p")
-    lines = []
-    for name, s in summary["settings"].items():
-        same = "-" if not s["compared"] else f"{s['compared'] - s['differing']} of {s['compared']}"
-        p, predicted = s.get("speedup_p"), s.get("predicted_speedup")
-        lines.append([
-            text(name), str(s["rows"]),
-            interval(s["tokens_per_round"]), interval(s["acceptance"]) if s["drafts"] else "-",
-            interval(s["tokens_per_second"], ".1f"), interval(s.get("speedup")), interval(s.get("decode_speedup")),
-            "-" if p is None else f"{p:.3g}", "-" if predicted is None else f"{predicted:.2f}",
-            f'<b class="bad">{same}</b>' if s["differing"] else same, str(s["errors"]),
-        ])  # fmt: skip
-    return _table((*heads, "predicted", "equal to plain", "errors"), lines)
+def _settings(summary: Mapping[str, Any]) -> str:
+    differing = [i for i, entry in enumerate(summary["settings"].values()) if entry["differing"]]
+    return _table(settings_table(summary), differing)
 
 
-def _comparison_table(summary: Mapping[str, Any]) -> str:
+def _comparisons(summary: Mapping[str, Any]) -> str:
     if not summary["comparisons"]:
         return "<p>One setting drafts: there is nothing to compare.</p>"
-    figures = ("tokens_per_round", "acceptance", "tokens_per_second")
-    heads = ["setting", "against"]
-    for name in figures:
-        heads += [f"{name.replace('_', ' ')}: difference", "p"]
-    lines = []
-    for entry in summary["comparisons"]:
-        cells = [text(entry["setting"]), text(entry["against"])]
-        for name in figures:
-            p = entry[name]["p"]
-            cells += [interval(entry[name], "+.2f"), "-" if p is None else f"{p:.3g}"]
-        lines.append(cells)
-    return _table(heads, lines)
-
-
-def _category_table(summary: Mapping[str, Any]) -> str:
-    categories = list(dict.fromkeys(c for entry in summary["categories"].values() for c in entry))
-    lines = [
-        [text(name), *(interval((entry.get(c) or {}).get("tokens_per_round")) for c in categories)]
-        for name, entry in summary["categories"].items() if summary["settings"][name]["drafts"]
-    ]  # fmt: skip
-    return "<p>Tokens a round.</p>" + _table(["setting", *categories], lines)
+    return _table(comparison_table(summary))
 
 
 def _plots(rows: Sequence[Row]) -> list[str]:
@@ -182,25 +150,19 @@ def _plots(rows: Sequence[Row]) -> list[str]:
     return made
 
 
-def _differences(manifest: Mapping[str, Any], rows: Sequence[Row]) -> list[str]:
-    differing = [r for r in rows if r["equals_plain"] is False]
-    if not differing:
-        return []
+def _differences(rows: Sequence[Row]) -> str:
     plain = {(r["cell"], r["prompt"]): r for r in rows if not r["drafts"]}
     lines = []
-    for row in differing[:SHOWN_DIFFERENCES]:
-        reference = plain[row["plain"], row["prompt"]]
-        lines.append([
-            text(row["setting"]), text(row["prompt"]), str(row["seed"]), str(row["first_difference"]),
-            text(repr((reference["text"] or "")[:SHOWN_TEXT])), text(repr((row["text"] or "")[:SHOWN_TEXT])),
-        ])  # fmt: skip
+    for row in [r for r in rows if r["equals_plain"] is False][:SHOWN_DIFFERENCES]:
+        texts = [repr((r["text"] or "")[:SHOWN_TEXT]) for r in (plain[row["plain"], row["prompt"]], row)]
+        lines.append([row["setting"], row["prompt"], str(row["seed"]), str(row["first_difference"]), *texts])
     heads = ("setting", "prompt", "seed", "first difference", "plain", "this setting")
-    return ["<h2>Rows that differ from plain decoding</h2>", _table(heads, lines)]
+    return _table(Table("", heads, lines)) if lines else ""
 
 
-def _errors(summary: Mapping[str, Any]) -> list[str]:
-    lines = [[text(e["setting"]), str(e["rows"]), text(e["error"])] for e in summary["errors"]]
-    return ["<h2>Errors</h2>", _table(("setting", "rows", "error"), lines)] if lines else []
+def _errors(summary: Mapping[str, Any]) -> str:
+    lines = [[e["setting"], str(e["rows"]), e["error"]] for e in summary["errors"]]
+    return _table(Table("", ("setting", "rows", "error"), lines)) if lines else ""
 
 
 def _examples(manifest: Mapping[str, Any], rows: Sequence[Row]) -> str:
