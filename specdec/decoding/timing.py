@@ -162,7 +162,14 @@ def round_seconds(decoder: SpeculativeDecoder, tokens: int = 12) -> float:
     inside, beside = [0.0], []
     with call:
         verifier: Any = call.engine.verifier
-        verifier.launch, verifier.read = (_adding(f, inside) for f in (verifier.launch, verifier.read))
+        launch = _adding(verifier.launch, inside)
+
+        def launched(rows: Any) -> Any:
+            pending = launch(rows)
+            pending.read = _adding(pending.read, inside)
+            return pending
+
+        verifier.launch = launched
         started = time.perf_counter()
         for _ in call.engine.run():
             now = time.perf_counter()
