@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -255,11 +256,15 @@ def test_a_head_is_given_by_its_folder(tmp_path: Path) -> None:
     model = tiny_model("llama")
     head = head_for(model)
     export(head, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["rope_theta"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
     decoder = SpeculativeDecoder(model, check=False)
     out = decoder.generate(PROMPTS, max_new_tokens=8, strategies=f"eagle3:head={tmp_path}:n_max=2")
     [said] = out.provenance["strategies"]
     assert said["name"] == "eagle3"
     assert said["head"] == str(tmp_path)
+    assert any("no rope_theta" in note for note in said["notes"])
     assert out.stats.to_dict()["strategies"]["eagle3"]["draft_tokens"] > 0
     assert out.token_ids == decoder.generate(PROMPTS, max_new_tokens=8, strategies=[]).token_ids
 
