@@ -32,7 +32,7 @@ SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "
 def shapes_of_a_gpu() -> Iterator[None]:
     choose = Shapes.choose
     with pytest.MonkeyPatch.context() as patch:
-        on_gpu = staticmethod(lambda device, exact, capacity: choose(torch.device("cuda"), exact, capacity))
+        on_gpu = staticmethod(lambda device, *shape: choose(torch.device("cuda"), *shape))
         patch.setattr(Shapes, "choose", on_gpu)
         yield
 

@@ -1,1 +1,1 @@
-"""The loop: draft, verify, accept, trim, and what becomes of a row."""
+"""The loop: draft, verify, accept, trim; rows, results and what they were made with."""

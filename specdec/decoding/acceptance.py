@@ -1,7 +1,7 @@
 """Acceptance: which drafted tokens are accepted, and which token follows them. Batched, on device, chains and trees.
 
 p is the target's distribution (softmax of its processed scores), q the distribution the draft was really sampled from.
-A rule says for every drafted token whether it is accepted, and what to emit at the first position where none is.
+A rule accepts or rejects every drafted token, and says what to emit at the first position where none is accepted.
 
 - `match` (llama.cpp): sample the target at every position; accept a drafted token iff it equals the sample. Lossless
   for any proposal, because every emitted token is the target's own sample, with the same random numbers as plain
@@ -15,16 +15,16 @@ A rule says for every drafted token whether it is accepted, and what to emit at 
 
 Greedy is the T -> 0 case of all: a drafted token is accepted iff it is the argmax.
 
-Trees are walked from the newest token down, in all rows at once: at each node the rule picks the child that is
-accepted, if any, and the walk goes on there. `match`, `coupled`, greedy and drafts without q: the child that equals the
-target's own token, sampled with the numbers of its position and so plain decoding's. `leviathan` with q is recursive
-rejection over the siblings (SpecInfer, Miao et al. 2023; Jeon et al. 2024): with p_1 = p, accept sibling i with
-probability min(1, p_i(x) / q_i(x)), else p_{i+1} = norm(max(0, p_i - q_i)); after the last sibling sample the last
+Trees are walked from the newest token down, all rows at once: at each node the rule picks the accepted child, if any,
+and the walk goes on there. Under `match`, `coupled`, greedy, and for drafts without q, it is the child that equals the
+target's own token, sampled with the random numbers of its position, as in plain decoding. `leviathan` with q is
+recursive rejection over the siblings (SpecInfer, Miao et al. 2023; Jeon et al. 2024): with p_1 = p, accept sibling i
+with probability min(1, p_i(x) / q_i(x)), else p_{i+1} = norm(max(0, p_i - q_i)); after the last sibling sample the last
 residual. q_i is the distribution that sibling i was really sampled from, given the siblings before it. By induction
-from the last sibling up, what the node emits has distribution p_i before sibling i is looked at, so p before the first:
-each sibling is one step of the chain rule whose target is p_i. A residual of no mass means p_i <= q_i, so p_i = q_i and
-no rejection but by rounding: p_i then stays. A sibling whose whole q_i is zero was not sampled from anything (the
-support of q was used up): it is never accepted and leaves p_i as it is.
+from the last sibling up, the node emits a sample of p_i from sibling i on, so of p from the first on: each sibling is
+one step of the chain rule whose target is p_i. A residual of no mass means p_i <= q_i, so p_i = q_i, and only rounding
+can have rejected: p_i then stays. A sibling whose whole q_i is zero was not sampled from anything (the support of q was
+used up): it is never accepted and leaves p_i unchanged.
 
 Rules are an open seam: `register_rule` adds one, or a function of parameters that makes some. A rule that changes the
 output's distribution must say `lossy=True`.
@@ -47,7 +47,7 @@ from specdec.sampling.sampling import Purpose, Sampling, best, fold, race, strea
 
 
 class Once:
-    """A property that is computed once an object: functools' own takes a lock, which the compiler does not trace."""
+    """A property computed once per object. functools' own takes a lock, which the compiler does not trace."""
 
     def __init__(self, make: Callable[[Any], Any]):
         self.make = make
@@ -67,13 +67,14 @@ class Block:
     scores [B, S, V]: float32, processed; column s predicts the token after the s-th fed token
     draft [B, S]: the token tested at column s (of a tree: node s, tested at column `tree.tested_at[s]`)
     lengths [B]: how many drafted tokens are tested
-    final [B]: the draft ends here, so that a token follows when all are accepted (False: its next chunk goes on)
-    totals [B]: length of the whole draft, later chunks included; acceptance does not look at it
+    final [B]: the draft ends here: a token follows if all are accepted (False: the draft's next chunk follows)
+    totals [B]: tokens of the whole draft, later chunks included; acceptance does not look at it
     keys [B]: keys of the rows' random numbers
     positions [B]: sequence position of the token that column 0 predicts
     sampling: how the target is sampled
-    q [B, S, V], has_q [B]: the draft's distributions, and which rows have them; None: no row has
-    all_have_q: the host knows that every row has a q, so that the target need not be sampled at every position
+    q [B, S, V]: the draft's distributions; None: no row has any
+    has_q [B]: rows that have a q
+    all_have_q: the host knows that every row has a q, so the target need not be sampled at every position
     tree: the shape of the rows' trees, if some row's draft is one
     done [B]: tokens of the draft that earlier passes have accepted
     outside [B, S]: an id was drafted that the target lacks; `draft` is 0 there
@@ -103,12 +104,12 @@ class Block:
 
     @Once
     def columns(self) -> Tensor:
-        """[S]"""
+        """Indices of the columns, [S]."""
         return torch.arange(self.scores.shape[1], device=self.scores.device)
 
     @property
     def depths(self) -> Tensor:
-        """How far each column is from the newest token, [S] or [B, S]."""
+        """Distance of each column from the newest token, in tokens, [S] or [B, S]."""
         return self.columns if self.tree is None else self.tree.depths
 
     def streams(self, purpose: Purpose) -> Tensor:
@@ -117,21 +118,22 @@ class Block:
 
     @Once
     def own(self) -> Tensor:
-        """The target's own choice at every position [B, S]: what plain decoding would emit there."""
+        """The token that plain decoding would emit at every position, [B, S]."""
         return self.best[0] if self.sampling.greedy else race(self.p, self.streams(Purpose.SAMPLE))
 
     @Once
     def best(self) -> tuple[Tensor, Tensor]:
+        """The argmax of the scores, and True where its score is finite, each [B, S]."""
         return best(self.scores)
 
     @property
     def sound(self) -> Tensor:
-        """Where the scores make a distribution, [B, S]: those with NaN or +inf, or with nothing but -inf, make none."""
+        """True where the scores make a distribution, [B, S]: no NaN, no +inf, not all -inf."""
         return self.best[1] if self.sampling.greedy else self.scores.amax(dim=-1).isfinite()
 
     @property
     def tested(self) -> Tensor:
-        """Which drafted tokens there are to test, [B, S]."""
+        """True for drafted tokens that exist in this pass, [B, S]."""
         tested = self.columns < self.lengths[:, None]
         return tested if self.missing is None else tested & ~self.missing
 
@@ -142,9 +144,9 @@ class Verdict:
 
     accepted [B]: how many drafted tokens are accepted
     token [B]: the token after them
-    failed [B]: the scores at that position are no distribution (NaN or all -inf), so nothing may be emitted there
-    path [B, levels]: of trees, the accepted nodes, the first `accepted` of them real
-    unsound [B]: 0, or what is wrong with a row's draft (`UNSOUND`), whose verdict then means nothing
+    failed [B]: the scores at that position are no distribution (NaN, +inf or all -inf); nothing may be emitted there
+    path [B, levels]: with trees, the accepted nodes; the first `accepted` are real
+    unsound [B]: 0, or what is wrong with a row's draft (`UNSOUND`); its verdict then means nothing
     """
 
     accepted: Tensor
@@ -154,8 +156,10 @@ class Verdict:
     unsound: Tensor | None = None
 
     def emitted(self, draft: Tensor) -> tuple[Tensor, Tensor]:
-        """(tokens, columns), each [B, E]: what is emitted, the first accepted + 1 of them real, and the columns that
-        predicted it. draft [B, S]."""
+        """Return (tokens, columns), each [B, E]: what is emitted, and the columns that predicted it.
+
+        The first accepted + 1 of them are real. draft [B, S].
+        """
         columns = torch.arange(draft.shape[1], device=draft.device).expand_as(draft)
         if self.path is not None:
             columns = torch.nn.functional.pad(self.path + 1, (1, 0)).clamp(max=draft.shape[1] - 1)
@@ -170,13 +174,13 @@ class AcceptanceRule:
 
     accepts(block) -> bool [B, S]: drafted tokens that are accepted if all before them are
     next_token(block, column [B]) -> ids [B]: the token after the last accepted one, which was fed at `column`
-    pick_child(block, column [B]) -> columns [B]: of trees, the accepted child of `column`, 0 for none; a rule without
+    pick_child(block, column [B]) -> columns [B]: with trees, the accepted child of `column`, 0 for none; a rule without
         it judges chains only
     proposal: how model drafters must propose: their argmax, a sample of q, or ("coupled") the sample of q that the
         target's own random numbers give
     lossy: the output's distribution is not the target's
-    recordable: the functions are tensor operations on the block alone, so that what they did once may be recorded and
-        replayed for other blocks (a rule with a state, a generator or a branch on values is not)
+    recordable: the functions are tensor operations on the block alone, so they may be recorded once and replayed for
+        other blocks (not so for a rule with a state, a generator or a branch on values)
     same_text: for one seed the text is plain decoding's, because each emitted token is the target's own sample there
     """
 
@@ -220,7 +224,7 @@ class AcceptanceRule:
         return self.pick_child
 
     def keeps_text(self, greedy: bool) -> bool:
-        """Whether the tokens must be plain decoding's."""
+        """True if the tokens must be plain decoding's for the same seed."""
         return self.same_text or (greedy and not self.lossy)
 
 
@@ -228,7 +232,7 @@ class AcceptanceRule:
 
 
 def judge(block: Block, rule: AcceptanceRule) -> Verdict:
-    """Apply a rule to one pass. No host read. Raises SpecdecError for a tree under a rule that judges chains only."""
+    """Apply a rule to one pass, without a host read. Raises SpecdecError for trees under a rule without pick_child."""
     verdict = _judge_chains(block, rule) if block.tree is None else _judge_trees(block, block.tree, rule)
     verdict.unsound = unsound_drafts(block)
     return verdict
@@ -243,7 +247,7 @@ Q_TOLERANCE = 1e-2  # of the sum of a row of q
 
 
 def unsound_drafts(block: Block) -> Tensor:
-    """What is wrong with each row's draft, int64 [B], 0 = nothing: only the device sees the numbers of most drafts."""
+    """Find what is wrong with each row's draft, int64 [B]: a key of `UNSOUND`, or 0. Drafts stay on the device."""
     tested = block.columns < block.lengths[:, None]
     wrong = torch.zeros_like(block.lengths)
     if block.q is not None and block.has_q is not None and not block.sampling.greedy:
@@ -262,7 +266,7 @@ def unsound_drafts(block: Block) -> Tensor:
 
 
 def _judge_chains(block: Block, rule: AcceptanceRule) -> Verdict:
-    """Along the chains of all rows at once."""
+    """Judge the chains of all rows at once."""
     sound = block.sound
     accepts = rule.accepts(block) & block.tested & sound
     accepted = accepts.long().cumprod(dim=-1).sum(dim=-1)  # [B]
@@ -273,9 +277,11 @@ def _judge_chains(block: Block, rule: AcceptanceRule) -> Verdict:
 
 
 def _judge_trees(block: Block, tree: Tree, rule: AcceptanceRule) -> Verdict:
-    """From the newest token down the tree, level by level, all rows at once."""
+    """Walk down the trees of all rows at once, level by level."""
     if rule.pick_child is None:
-        raise SpecdecError(f"acceptance rule {rule.name!r} judges chains only: it has no pick_child(block, column)")
+        raise SpecdecError(
+            f"acceptance rule {rule.name!r} judges chains only: give it pick_child(block, column), or draft chains"
+        )
     width = block.scores.shape[1]
     sound = block.sound
     column, accepted = torch.zeros_like(block.lengths), torch.zeros_like(block.lengths)
@@ -298,7 +304,7 @@ def _judge_trees(block: Block, tree: Tree, rule: AcceptanceRule) -> Verdict:
 
 
 def pick(values: Tensor, column: Tensor) -> Tensor:
-    """values [B, S, ...] at one column per row -> [B, ...]."""
+    """Take values [B, S, ...] at one column per row, column [B] -> [B, ...]."""
     return values[torch.arange(values.shape[0], device=values.device), column]
 
 
@@ -306,17 +312,17 @@ def pick(values: Tensor, column: Tensor) -> Tensor:
 
 
 def is_own(block: Block) -> Tensor:
-    """Drafted tokens that equal the target's own choice, [B, S]."""
+    """Accept drafted tokens that equal the target's own, [B, S]."""
     return block.own == block.draft
 
 
 def own_token(block: Block, column: Tensor) -> Tensor:
-    """The target's own choice at one column a row, [B]."""
+    """Return the target's own token at one column per row, [B]."""
     return pick(block.own, column)
 
 
 def pick_own_child(block: Block, column: Tensor) -> Tensor:
-    """The first child that equals the target's own token, as a column [B]; 0 = none."""
+    """Pick the first child that equals the target's own token, as a column [B]; 0 = none."""
     assert block.tree is not None
     is_child = (block.tree.tested_at == column[:, None]) & block.tested
     other = ~(is_child & (block.draft == pick(block.own, column)[:, None]))
@@ -328,7 +334,7 @@ def pick_own_child(block: Block, column: Tensor) -> Tensor:
 
 
 def passes_ratio(block: Block) -> Tensor:
-    """Drafted tokens x for which a coin falls below p(x) / q(x), [B, S]."""
+    """Accept drafted tokens x whose coin is below p(x) / q(x), [B, S]."""
     if block.q is None or block.sampling.greedy:
         return is_own(block)
     assert block.has_q is not None
@@ -341,7 +347,7 @@ def passes_ratio(block: Block) -> Tensor:
 
 
 def residual_token(block: Block, column: Tensor) -> Tensor:
-    """A sample of the residual where a drafted token was rejected, and of p where none was, [B]."""
+    """Sample the residual where a drafted token was rejected, and p where none was, [B]."""
     if block.q is None or block.sampling.greedy:
         return own_token(block, column)
     if block.tree is not None:
@@ -354,19 +360,19 @@ def residual_token(block: Block, column: Tensor) -> Tensor:
     residual = (p - q).clamp(min=0)
     mass = residual.sum(dim=-1, keepdim=True)
     # Rows without q get here as well: their sample of p with the SAMPLE stream is the one `match` compares with.
-    # Normalised, because weights below float32's smallest normal number would lose their race to tokens without any.
+    # Normalised: weights below float32's smallest normal number would lose their race to tokens of weight zero.
     weights = torch.where(rejected[:, None] & (mass > 0), residual / mass, p)
     return race(weights, _next_stream(block, block.positions + column, rejected))
 
 
 def _next_stream(block: Block, position: Tensor, rejected: Tensor) -> Tensor:
-    """The stream [B] of the token that follows: the target's own unless a drafted token was rejected there."""
+    """Return the stream [B] of the next token: the target's own unless a drafted token was rejected there."""
     residual, own = (streams(block.keys, position, purpose) for purpose in (Purpose.RESIDUAL, Purpose.SAMPLE))
     return torch.where(rejected, residual, own)
 
 
 def pick_by_ratio(block: Block, column: Tensor) -> Tensor:
-    """The child that recursive rejection accepts, as a column [B]; 0 = none."""
+    """Pick the child that recursive rejection accepts, as a column [B]; 0 = none."""
     if block.q is None or block.sampling.greedy:
         return pick_own_child(block, column)
     assert block.has_q is not None
@@ -375,7 +381,7 @@ def pick_by_ratio(block: Block, column: Tensor) -> Tensor:
 
 
 def children_of(block: Block, column: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """The children of one column a row, in order of proposal: their columns, their nodes, and whether they exist."""
+    """Yield the children of one column per row, in order of proposal: (column, node, exists), each [B]."""
     assert block.tree is not None
     is_child = block.tree.tested_at == column[:, None]
     for i in range(block.tree.siblings):
@@ -387,7 +393,7 @@ def children_of(block: Block, column: Tensor) -> Iterator[tuple[Tensor, Tensor, 
 
 @dataclass
 class Siblings:
-    """Recursive rejection at one column a row.
+    """Recursive rejection at one column per row.
 
     child [B]: the column that is accepted, 0 = none
     residual [B, V]: what is left of p
@@ -400,8 +406,7 @@ class Siblings:
 
 
 def reject_siblings(block: Block, column: Tensor) -> Siblings:
-    """Test the children of `column` [B] one after the other, with the residual updated in between; rows whose draft has
-    no q have none that is tested."""
+    """Test the children of `column` [B] one after the other, updating the residual; rows without q are not tested."""
     assert block.q is not None and block.has_q is not None and block.tree is not None
     position = block.positions + pick(block.tree.depths, column)
     stream = streams(block.keys, position, Purpose.ACCEPT)
@@ -410,7 +415,7 @@ def reject_siblings(block: Block, column: Tensor) -> Siblings:
     for i, (child, node, exists) in enumerate(children_of(block, column)):
         tested = exists & block.has_q & (accepted == 0)
         token, q = pick(block.draft, node)[:, None], pick(block.q, node)  # [B, 1], [B, V]
-        # A coin of its own for each sibling; the first one's is the chain's, whatever else the pass holds.
+        # Each sibling has its own coin; the first sibling's is the one a chain would use.
         coin = uniform(stream if i == 0 else fold(stream, i))
         by_ratio = coin * q.gather(1, token)[:, 0] < p.gather(1, token)[:, 0]
         accepts = tested & by_ratio & (q.amax(dim=-1) > 0)
@@ -431,7 +436,7 @@ R = TypeVar("R", bound="AcceptanceRule | Callable[..., AcceptanceRule]")
 
 
 def register_rule(rule: R) -> R:
-    """Make a rule available by its name, or a function with keyword parameters that returns one ("typical:eps=0.3").
+    """Make a rule available by name, or a function with keyword parameters that returns one ("typical:eps=0.3").
 
     A rule that changes the distribution of the output must set `lossy=True`.
     """
@@ -449,7 +454,7 @@ COUPLED = register_rule(replace(MATCH, name="coupled", proposal="coupled"))
 
 
 def find_rule(rule: Any) -> AcceptanceRule:
-    """A rule by name with its parameters, one of the user's own ("my_module:my_rule"), or a rule as it is.
+    """Find a rule by name ("typical:eps=0.3") or in a module ("my_module:my_rule"); a rule is returned unchanged.
 
     Raises SpecdecError for an unknown name or parameter.
     """
@@ -469,7 +474,7 @@ def find_rule(rule: Any) -> AcceptanceRule:
 
 
 def _from_function(make: Callable[..., Any], name: str, options: Mapping[str, Any]) -> AcceptanceRule:
-    """The rule that a function makes, with all parameters in its name, so that results tell such rules apart."""
+    """Make a rule with all parameters in its name, so that results tell such rules apart."""
     values = {**parameters(make), **options}
     texts = (f"{k}={v if isinstance(v, str) else json.dumps(v, default=str)}" for k, v in values.items())
     full = ":".join([name, *texts])

@@ -1,7 +1,7 @@
-"""How prompts get into slots: prefill, shared beginnings, and rows whose rotation changes.
+"""How prompts get into slots: prefill, shared prefixes, and rows whose rotation changes.
 
-What a slot's prompt has in common with another one, of this call or kept from an earlier one, is copied and not
-computed. Drafters that observe the target must see every token fed, so with them nothing is copied within a call.
+A prefix that a prompt shares with a row of this call, or with one kept from an earlier call, is copied, not computed.
+Drafters that observe the target must see every token fed, so with them nothing is copied within a call.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ NO_TEXT = np.zeros(0, dtype=np.int64)  # the text of a slot that holds no row wo
 
 @dataclass
 class Admission:
-    """Moves rows into the slots of one call. `slots` is the engine's; kept: rows of an earlier call."""
+    """Moves rows into the slots of one call.
+
+    slots [B]: the engine's rows by slot
+    kept: rows of an earlier call
+    """
 
     verifier: Verifier
     chain: Chain
@@ -37,14 +41,14 @@ class Admission:
         self.observed = self.chain.observed_layers
 
     def start(self, rows: Mapping[int, Row]) -> None:
-        """Rows take their slots, in groups that are prefilled together."""
+        """Put rows into their slots, in groups that are prefilled together."""
         for group in self._groups(rows):
             self._start({slot: rows[slot] for slot in group})
 
     def _groups(self, rows: Mapping[int, Row]) -> list[list[int]]:
-        """Which slots are prefilled together, and in what order: what their prompts have in common is computed once."""
+        """Choose which slots are prefilled together, and in what order: shared prefixes are computed once."""
         alone = [[slot] for slot in rows]
-        # When slots fall free depends on the drafts. So in exact mode only the first prompts of a call go together.
+        # When slots become free depends on the drafts. So in exact mode only the first prompts of a call go together.
         if not self.shapes.together or (self.shapes.exact and self.verifier.passes):
             return alone
         groups = shared_first({slot: row.tokens for slot, row in rows.items()}, SHORT, self._shared_step)
@@ -52,7 +56,8 @@ class Admission:
 
     @property
     def _shared_step(self) -> int:
-        """In exact mode only whole chunks are shared: only what was computed in the same chunks has the same bits."""
+        """Prefixes are shared in multiples of this many tokens. Exact mode shares whole chunks: other chunks have other
+        bits."""
         return self.shapes.widths[-1] if self.shapes.exact else 1
 
     def _start(self, rows: Mapping[int, Row]) -> None:
@@ -78,7 +83,7 @@ class Admission:
         row.sampling = RowSampling(sampling, self.verifier.rule.proposal, row.processors)
 
     def rotate_anew(self, active: Sequence[tuple[int, Row]]) -> None:
-        """Compute rows anew whose factors of rotation have changed with their length (models/rope.py)."""
+        """Recompute rows whose rotation factors have changed with their length (models/rope.py)."""
         for slot, row in active:
             if self.runner.follow(self.cache, slot, row.size - 1):
                 with self.clock.phase("prefill"):
@@ -86,21 +91,20 @@ class Admission:
                     row.alone = True
 
     def _restore(self, slot: int, row: Row) -> int:
-        """Copy into the slot what is there of the row's prompt, and wipe the rest; returns how many tokens it has."""
+        """Copy the longest known prefix of the row's prompt into the slot and wipe the rest; returns its length."""
         held = self._held()
         self.slots[slot] = None  # from here on the slot's cache is not the old row's, also after an interrupt
         self.runner.follow(self.cache, slot, row.size - 1)
         known = self.kept.restore(self.cache, slot, row.tokens) if self.kept else 0
         if self.observed is None and len(row.tokens) >= SHORT:
-            if known > 0:  # the slot holds what an earlier call kept, no more its last row
+            if known > 0:  # the slot now holds what an earlier call kept instead of its last row
                 held.texts[slot] = NO_TEXT
             known = held.restore(self.cache, slot, row.tokens, self._shared_step, known)
         self.cache.wipe(slot, known)
         return known
 
     def _held(self) -> KeptRows:
-        """The prompts that the slots hold, for what others have in common with them: a system prompt, a few-shot
-        header, the same prompt again."""
+        """The prompts in the slots: others may share a system prompt, a few-shot header or all of it with them."""
 
         def sound(other: Row) -> bool:
             return other.error is None and (other.alone or not self.shapes.exact)

@@ -48,7 +48,7 @@ class Call:
     ):  # fmt: skip
         self.decoder, self.drafters, self.record, self.top = decoder, drafters, False, 0
         self.facts = {role: runner.facts for role, runner in decoder._runners().items()}
-        self.states: dict[str, ModelState] = {}  # of the models as the call began, where anything is kept
+        self.states: dict[str, ModelState] = {}  # of the models when the call began, if anything is kept
         self.changed: list[str] = []  # roles whose kept keys and values were dropped
         self.rule = find_rule(settings.acceptance)
         self.exact = decoder.resolve_exact(settings.exact, drafters)
@@ -80,7 +80,7 @@ class Call:
         self.capacity = max((len(row.ids) - 1 for row in self.rows), default=1)
 
     def _by_row(self, processors: Sequence[Any]) -> list[Any]:
-        """A user's processors, those that treat rows differently as `AllRows`."""
+        """Wrap a user's processors that treat rows differently in `AllRows`."""
         target, prompts = self.decoder.target, [row.prompt for row in self.rows]
         longest = self.settings.max_new_tokens
         return [
@@ -112,7 +112,7 @@ class Call:
         return self
 
     def run(self) -> Iterator[list[Round]]:
-        """`Engine.run` for callers that do other things between its steps."""
+        """Run `Engine.run` for callers that do other things between its steps."""
         return Steps(self._each_pass(), self.decoder._lock)
 
     def _each_pass(self) -> Iterator[list[Round]]:
@@ -121,7 +121,7 @@ class Call:
             self._check_models()
 
     def _check_models(self) -> None:
-        """Raise SpecdecError if a model has another form than when the call was made: its caches would not fit."""
+        """Raise SpecdecError if a model has changed form since the call was made: its caches would not fit."""
         for role, runner in self.decoder._runners().items():
             if runner.facts != self.facts[role] or runner.measure() != self.facts[role]:
                 raise SpecdecError(
@@ -130,7 +130,7 @@ class Call:
                 )
 
     def _what_is_kept(self) -> tuple[KeptRows | None, dict[str, Any]]:
-        """What an earlier call kept, as far as the models are the ones that made it: rows, and drafters by label."""
+        """Return what an earlier call kept, if the models are still those that made it: rows, and drafters by label."""
         decoder = self.decoder
         self.states = {role: ModelState(runner.view) for role, runner in decoder._runners().items()}
         if decoder._kept is None or decoder._kept_chain is None:
@@ -143,7 +143,7 @@ class Call:
 
     def _begin(self) -> None:
         decoder, target = self.decoder, self.decoder.target
-        decoder.refresh()  # a generator begins when it is first advanced
+        decoder.refresh()  # a generator begins at its first step
         self._check_models()
         kept, previous = self._what_is_kept() if self.settings.keep_state else (None, {})
         columns = max((d.tree_nodes + 1 for d in self.drafters if d.makes_trees), default=0)
@@ -204,17 +204,17 @@ class Call:
                 row.fail("interrupted")
 
     def raise_if_failed(self) -> None:
-        """Raise when no row came through."""
+        """Raise SpecdecError if every row has failed."""
         if self.rows and all(row.finish_reason == "error" for row in self.rows):
             raise SpecdecError(str(self.rows[0].error))
 
     def warn(self, stats: Stats) -> list[str]:
-        """Say, in one warning, which strategies contributed nothing; returns what was said."""
-        names = list(stats.hardly_accepted().items())
-        said = [_of_no_use(name, tally, self._drafter(name)) for name, tally in names]
-        if said:
-            warnings.warn(" ".join(said), DraftWarning, stacklevel=4)
-        return said
+        """Name, in one warning, the strategies that contributed nothing; returns its sentences."""
+        useless = stats.hardly_accepted().items()
+        found = [_warning(name, tally, self._drafter(name)) for name, tally in useless]
+        if found:
+            warnings.warn(" ".join(found), DraftWarning, stacklevel=4)
+        return found
 
     def _drafter(self, label: str) -> Any:
         chain = self.engine.chain
@@ -260,8 +260,8 @@ class Call:
         }
 
 
-def _of_no_use(name: str, tally: Tally, drafter: Any) -> str:
-    """What is said of a strategy whose drafts are hardly ever accepted, and what to look at."""
+def _warning(name: str, tally: Tally, drafter: Any) -> str:
+    """Say that a strategy's drafts are hardly ever accepted, and what to look at."""
     hint = (
         "Look at the pair (one tokenizer and vocabulary, a chat template that both were trained with), at the draft "
         "(the right checkpoint, trained, in a dtype that keeps it whole) and at the temperature; "
@@ -282,7 +282,7 @@ def _fresh_seed(seed: Any) -> Any:
 
 
 def _row_keys(settings: GenerationSettings, n_prompts: int) -> list[int]:
-    """One key a row: int seed -> (seed, row); a list -> (seeds[prompt], which of its returned sequences)."""
+    """Make one key per row: int seed -> (seed, row); a list -> (seeds[prompt], index among its returned sequences)."""
     n = settings.num_return_sequences
     if not isinstance(settings.seed, list):
         return [row_key(settings.seed, i) for i in range(n_prompts * n)]

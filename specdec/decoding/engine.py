@@ -4,17 +4,17 @@ It is `specdec/reference.py`, batched, cached and fast. A pass over the B slots 
 
     admit      free slots take the next prompts: prefill all but the last token, several rows in one pass where that
                pays, and tell the drafters (decoding/admission.py)
-    1 draft    rows without an open draft ask the chain of strategies; every row now has a draft, perhaps an empty one
+    1 draft    rows without an open draft ask the chain of strategies; every row then has a draft, perhaps an empty one
     2 verify   the target sees [newest token, draft ...] of every row in one pass,
     3 accept   and the acceptance rule decides on the device how many drafted tokens are accepted, and which token
-               follows (decoding/verification.py); a strategy that needs no more than that starts the next drafts
-    4 read     what was decided comes to the host in one transfer
-    5 commit   rows take their tokens and end where a stop falls; the cache is trimmed to what was accepted: a row's
-               size, and for accepted paths of trees a copy to where a chain would have them
+               follows (decoding/verification.py); pipelined drafting starts the next drafts from that alone
+    4 read     the decisions come to the host in one transfer
+    5 commit   rows take their tokens and end at a stop; the cache is trimmed to what was accepted: a row's size is set,
+               and accepted paths of trees are copied to where a chain would have them
 
-A draft longer than a pass is verified in chunks: where a whole chunk is accepted, the rest of the draft stays pending
-and the row goes on in the next pass, beside rows that start new rounds. A tree is verified in one pass; nodes that do
-not fit into it are dropped before.
+A draft longer than a pass is verified in chunks: if a whole chunk is accepted, the rest of the draft stays pending and
+the row goes on in the next pass, while other rows start new rounds. A tree is verified in one pass; nodes that do not
+fit into it are dropped before.
 
 Invariants: the K/V of a row's ids without the newest are in its slots before every pass; nothing is emitted that the
 acceptance rule has not passed; figures end where the text ends (stats.py); a row never sees its neighbours.
@@ -42,7 +42,7 @@ from specdec.models.trees import moves
 from specdec.sampling.sampling import fold_int
 from specdec.stats import Stats, Times
 
-ActiveRows = Sequence[tuple[int, Row]]  # slots and their rows that are not finished
+ActiveRows = Sequence[tuple[int, Row]]  # (slot, row) of unfinished rows
 
 
 @dataclass
@@ -78,7 +78,7 @@ class Engine:
             yield self.commit(active, result, took)  # 5
 
     def admit(self) -> ActiveRows:
-        """Fill free slots from the queue; returns the active rows, none when nothing is left to do."""
+        """Fill free slots from the queue; returns the active rows, none if nothing is left to do."""
         free = [b for b, row in enumerate(self.slots) if row is None or row.finish_reason is not None]
         self.admission.start({b: self.queue.popleft() for b in free[: len(self.queue)]})
         active = [(b, row) for b, row in enumerate(self.slots) if row is not None and row.finish_reason is None]
@@ -103,7 +103,7 @@ class Engine:
             row.open_round(draft if draft.parents is None else draft.first(self.shapes.verify_width - 1))
 
     def _room(self, row: Row) -> int:
-        """Most tokens that the row's next draft may have. It depends on the row's length alone."""
+        """Return the most tokens that the row's next draft may have. It depends on the row's length alone."""
         return min(row.room - 1, self.runner.before_switch(row.size - 1))
 
     def _request(self, slot: int, row: Row) -> DraftRequest:
@@ -118,8 +118,7 @@ class Engine:
         )
 
     def start_next_drafts(self, active: ActiveRows, pending: PendingResult) -> None:
-        """Start the drafts after those that are being verified, where a strategy can do so by the verdict on the
-        device, before the host has read it."""
+        """Start the next drafts from the verdict on the device, before the host has read it, if a strategy can."""
         drafts = [row.pending for _, row in active if row.pending is not None]
         chunked = any(not 0 < len(draft) < self.shapes.verify_width for draft in drafts)
         if self.chain.can_pipeline and not chunked:
@@ -129,8 +128,10 @@ class Engine:
     # -- 5 commit and trim -----------------------------------------------------------------------------------------
 
     def commit(self, active: ActiveRows, result: VerifyResult, took: dict[str, float]) -> list[Round]:
-        """Rows take what was accepted; ended rounds are counted, the drafters told, and the cache trimmed. took:
-        seconds of the pass's draft and verify."""
+        """Commit what was accepted, count rounds that ended, tell the drafters, trim the cache.
+
+        took: seconds of the pass's draft and verify.
+        """
         rounds, moved = [], []
         for slot, row in active:
             draft, start = row.pending, row.size - 1
@@ -151,7 +152,7 @@ class Engine:
         return rounds
 
     def _take(self, row: Row, verdict: RowVerdict, logprobs: Sequence[float] | None) -> list[int]:
-        """The row takes tokens until a stop; returns those it took."""
+        """Append tokens to the row until a stop; returns those it took."""
         own = len(verdict.tokens) - len(verdict.path)
         origins = [row.strategy] * len(verdict.path) + [None] * own
         emitted = verdict.tokens[: row.take(verdict.tokens, logprobs, origins)]
@@ -169,14 +170,14 @@ class Engine:
         row.drafted = row.accepted = 0
 
     def abandon(self) -> None:
-        """End every row's open round where the call was interrupted."""
+        """End every row's open round, because the call was interrupted."""
         for slot, row in enumerate(self.slots):
             if row is not None:
                 row.abandon_round()
                 self.chain.count(slot, row.accepted, row.drafted)
 
     def stats(self, total_seconds: float, reads_before: int) -> Stats:
-        """The statistics of the call so far."""
+        """Return the statistics of the call so far."""
         self.clock.settle()
         cost = [drafter.cost() for drafter in self.chain.drafters]
         draft_prefill = sum(seconds for _, seconds in cost)

@@ -1,7 +1,7 @@
-"""What a pass knows beyond its tokens: ranks, distances and entropies of the laws, for the host read of a recorded run.
+"""Ranks, distances and entropies of a pass's distributions, for the host read of a recorded run.
 
-Everything is computed on the device where the laws are and comes back in the pass's one read; a run that does not ask
-pays nothing. *Column* s is the law of the token after the s-th fed token; a drafted token is tested by one column.
+All is computed on the device and comes back in the pass's one read; a run that does not ask for it pays nothing.
+*Column* s is the distribution of the token after the s-th fed token; each drafted token is tested by one column.
 """
 
 from __future__ import annotations
@@ -21,15 +21,19 @@ from specdec.theory import coupled_joint
 
 @dataclass(frozen=True)
 class RoundDetails:
-    """One round of one row; n drafted tokens, c columns, e emitted tokens, lists of k best tokens.
+    """One round of one row: n drafted tokens, c columns, e emitted tokens, the k most likely tokens.
 
-    rank [n]: tokens more probable under p than the drafted one; tv [n]: TV(p, q), None where q is unknown; expected
-    [n]: probability, given the tokens before it, that a token proposed there stands if it is tested (a token without a
-    q: that this one does; None: unknown); draft_top_ids, draft_top [n, k]: best of q, None where q is unknown; entropy
-    [c]: of p in nats; top_ids, top [c, k]: best of p; emitted_p, emitted_rank, emitted_column [e]: of each emitted
-    token under p, and the column that it came from.
+    p is the processed distribution; in a greedy run, the softmax of the scores whose argmax is taken.
 
-    p is the processed law; of a greedy run, the softmax of the scores that the argmax is taken of.
+    rank [n]: tokens more probable under p than the drafted one
+    tv [n]: TV(p, q); None if q is unknown
+    expected [n]: probability that a token proposed there is accepted if tested, given the tokens before it; for a token
+        without q, that this token is accepted; None: unknown
+    entropy [c]: of p, in nats
+    top_ids, top [c, k]: the most likely tokens of p, and their probabilities
+    draft_top_ids, draft_top [n, k]: the same of q; None if q is unknown
+    emitted_p, emitted_rank [e]: probability and rank under p of each emitted token
+    emitted_column [e]: the column that each emitted token came from
     """
 
     rank: list[int]
@@ -47,7 +51,7 @@ class RoundDetails:
 
 @dataclass(frozen=True)
 class Probe:
-    """Computes the details of one pass. top: how many best tokens to keep."""
+    """Computes the details of one pass. top: how many of the most likely tokens to keep."""
 
     block: Block
     verdict: Verdict
@@ -61,18 +65,18 @@ class Probe:
         return block.columns.expand_as(block.draft) if block.tree is None else block.tree.tested_at
 
     def tensors(self) -> list[Tensor]:
-        """What the host read must bring back, each with the slots first."""
+        """Compute what the host read must bring back; slots come first in every tensor."""
         block, p = self.block, self.block.p
         rows = torch.arange(len(p), device=p.device)[:, None]
         tested = p[rows, self.tested_at]  # [B, S, V]
         drafted = tested.gather(-1, block.draft[..., None])
         emitted, columns = self.verdict.emitted(block.draft)
-        law = p[rows, columns]
-        chosen = law.gather(-1, emitted[..., None])
+        emitted_from = p[rows, columns]  # [B, E, V]
+        chosen = emitted_from.gather(-1, emitted[..., None])
         best = p.topk(min(self.top, p.shape[-1]), dim=-1)
         wanted = [
             (tested > drafted).sum(-1), self._expected(tested), torch.special.entr(p).sum(-1), best.indices,
-            best.values, chosen[..., 0], (law > chosen).sum(-1), columns,
+            best.values, chosen[..., 0], (emitted_from > chosen).sum(-1), columns,
         ]  # fmt: skip
         if block.q is not None:
             proposed = block.q.topk(min(self.top, p.shape[-1]), dim=-1)
@@ -80,68 +84,72 @@ class Probe:
         return wanted
 
     def _expected(self, tested: Tensor) -> Tensor:
-        """[B, S]; NaN where it has no simple form: under `coupled`, siblings after the first."""
+        """`RoundDetails.expected`, [B, S]; NaN where it has no simple form: under `coupled`, siblings after the
+        first."""
         block = self.block
         if block.sampling.greedy:
             own = block.scores.argmax(dim=-1).gather(1, self.tested_at)
             return (own == block.draft).to(tested.dtype)
-        claims = torch.zeros_like(block.draft, dtype=torch.bool)
+        has_q = torch.zeros_like(block.draft, dtype=torch.bool)
         if block.q is not None and self.rule.proposal != "argmax":
-            claims = block.q.sum(dim=-1) > 0.5  # rows without a law, and columns past a draft's end, hold zeros
+            has_q = block.q.sum(dim=-1) > 0.5  # rows without q, and columns past a draft's end, hold zeros
         if block.tree is None:
-            return self._tested(tested, claims, slice(None))
-        # A sibling is tested after the ones before it fell: by what these have left of p.
+            return self._acceptance(tested, has_q, slice(None))
+        # A sibling is tested after those before it were rejected: against what these have left of p.
         left, rows = block.p.clone(), torch.arange(len(tested), device=tested.device)
         expected = torch.zeros_like(tested[..., 0])
-        seen = torch.zeros_like(claims)
+        seen = torch.zeros_like(has_q)
         for node in range(tested.shape[1]):
             at, one = self.tested_at[:, node], slice(node, node + 1)
-            law = left[rows, at]
-            found = self._tested(law[:, None], claims[:, one], one)[:, 0]
+            p = left[rows, at]
+            found = self._acceptance(p[:, None], has_q[:, one], one)[:, 0]
             if self.rule.proposal == "coupled":
-                found = torch.where(seen[rows, at] & claims[:, node], torch.nan, found)
+                found = torch.where(seen[rows, at] & has_q[:, node], torch.nan, found)
             expected[:, node] = found
             seen[rows, at] = True
-            left[rows, at] = self._residual(law, claims[:, node], node)
+            left[rows, at] = self._residual(p, has_q[:, node], node)
         return expected
 
-    def _tested(self, law: Tensor, claims: Tensor, nodes: slice) -> Tensor:
-        """P(the drafted token stands) against law [B, N, V]. One that claims no q must be the target's own draw."""
-        drafted = law.gather(-1, self.block.draft[:, nodes, None])[..., 0]
+    def _acceptance(self, p: Tensor, has_q: Tensor, nodes: slice) -> Tensor:
+        """P(accepted) of the nodes' tokens [B, N] against p [B, N, V]; a token without q must be the target's own."""
+        drafted = p.gather(-1, self.block.draft[:, nodes, None])[..., 0]
         if self.block.q is None or self.rule.proposal == "argmax":
             return drafted
         q = self.block.q[:, nodes]
         if self.rule.proposal == "coupled":
-            joint = coupled_joint(law.double(), torch.where(claims[..., None], q, law).double())
-            return torch.where(claims, joint.sum(-1).to(law.dtype), drafted)
-        return torch.where(claims, torch.minimum(law, q).sum(-1), drafted)
+            joint = coupled_joint(p.double(), torch.where(has_q[..., None], q, p).double())
+            return torch.where(has_q, joint.sum(-1).to(p.dtype), drafted)
+        return torch.where(has_q, torch.minimum(p, q).sum(-1), drafted)
 
-    def _residual(self, law: Tensor, claims: Tensor, node: int) -> Tensor:
-        """What is left of law [B, V] when the node's token has fallen."""
-        without = law.scatter(-1, self.block.draft[:, node : node + 1], 0.0)
+    def _residual(self, p: Tensor, has_q: Tensor, node: int) -> Tensor:
+        """What the node's rejection leaves of p, [B, V]."""
+        without = p.scatter(-1, self.block.draft[:, node : node + 1], 0.0)
         if self.block.q is not None:
-            without = torch.where(claims[:, None], (law - self.block.q[:, node]).clamp(min=0), without)
+            without = torch.where(has_q[:, None], (p - self.block.q[:, node]).clamp(min=0), without)
         mass = without.sum(dim=-1, keepdim=True)
-        return torch.where(mass > 0, without / mass, law)
+        return torch.where(mass > 0, without / mass, p)
 
 
 def details_of(
     values: list[Any], slot: int, nodes: Sequence[int], columns: Sequence[int], emitted: int, has_q: bool
 ) -> RoundDetails:
-    """One row's details from what came back for `Probe.tensors`: of these drafted tokens and columns of the pass, and
-    of so many emitted tokens."""
-    rank, expected, entropy, top_ids, top, emitted_p, emitted_rank, emitted_column, *law = (v[slot] for v in values)
-    known = has_q and bool(law)
+    """Pick one row's details from `values`, the tensors of `Probe.tensors` as lists.
+
+    nodes, columns: the round's drafted tokens and columns in the pass
+    emitted: how many tokens the round emitted
+    """
+    rank, expected, entropy, top_ids, top, emitted_p, emitted_rank, emitted_column, *of_q = (v[slot] for v in values)
+    known = has_q and bool(of_q)
     place = {column: i for i, column in enumerate(columns)}
     return RoundDetails(
         rank=[rank[n] for n in nodes],
-        tv=[law[0][n] for n in nodes] if known else None,
+        tv=[of_q[0][n] for n in nodes] if known else None,
         expected=[None if math.isnan(expected[n]) else expected[n] for n in nodes],
         entropy=[entropy[c] for c in columns],
         top_ids=[top_ids[c] for c in columns],
         top=[top[c] for c in columns],
-        draft_top_ids=[law[1][n] for n in nodes] if known else None,
-        draft_top=[law[2][n] for n in nodes] if known else None,
+        draft_top_ids=[of_q[1][n] for n in nodes] if known else None,
+        draft_top=[of_q[2][n] for n in nodes] if known else None,
         emitted_p=emitted_p[:emitted],
         emitted_rank=emitted_rank[:emitted],
         emitted_column=[place[c] for c in emitted_column[:emitted]],

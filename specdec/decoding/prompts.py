@@ -1,7 +1,9 @@
-"""Prompts of every accepted form as rows of token ids, checked before any work is done.
+"""Prompts of every form as rows of token ids, checked before any work is done.
 
-`str` = tokenised as it stands; `list[dict]` = one chat, through the chat template; `list[int]` or a 1-d tensor = one
-row of ids; a list of any of these, or a 2-d tensor = many rows; `[]` = no rows.
+str: tokenised unchanged, no chat template
+list[dict]: one chat, through the chat template
+list[int] or a 1-d tensor: one row of ids
+a list of any of these, or a 2-d tensor: many rows; []: no rows
 """
 
 from __future__ import annotations
@@ -15,12 +17,15 @@ import torch
 from specdec.errors import SpecdecError
 from specdec.files.texts import first_line, is_unicode
 
-TEXT_PARTS = ("text", "input_text", "output_text")  # types of a message's parts that have a text
+TEXT_PARTS = ("text", "input_text", "output_text")  # types of message parts that have a text
 
 
 def encode_prompts(prompts: Any, tokenizer: Any, vocab_size: int, context: int) -> list[list[int]]:
-    """Rows of ids. Raises SpecdecError for an empty row, an id outside the vocabulary, a row longer than the context,
-    text without a tokenizer, or a form that is none of the above."""
+    """Encode prompts as rows of ids.
+
+    Raises SpecdecError for an empty row, an id outside the vocabulary, a row longer than the context, text without a
+    tokenizer, and any other form.
+    """
     if isinstance(prompts, (torch.Tensor, np.ndarray)):
         prompts = prompts.tolist()
     if not isinstance(prompts, (str, list, tuple)):
@@ -65,10 +70,10 @@ def _encode(row: Any, index: int, tokenizer: Any) -> list[int]:
 
 
 def join_parts(content: Any, where: str) -> Any:
-    """The text of a message whose content is a list of parts, as OpenAI's API has it; anything else as it is.
+    """Join the texts of a message's parts (OpenAI's form of content); other content is returned unchanged.
 
-    Parts are joined without anything between them: so do templates that take lists, while others add the list to a text
-    or print it. Raises SpecdecError for a part that is no text.
+    Nothing is put between the parts, as in templates that take lists; other templates would print the list. Raises
+    SpecdecError for a part that is not text.
     """
     if not isinstance(content, (list, tuple)):
         return content
@@ -85,7 +90,7 @@ def join_parts(content: Any, where: str) -> Any:
 
 
 def _through_template(messages: list[Any], index: int, tokenizer: Any) -> list[int]:
-    """Ids of a chat. Templates raise errors of their own for roles that they do not know, or in another order."""
+    """Encode a chat. Templates raise errors of their own for unknown roles or another order of roles."""
     messages = [
         {**m, "content": join_parts(m["content"], f"prompt {index}, message {i}")}
         if isinstance(m, Mapping) and "content" in m
@@ -100,7 +105,7 @@ def _through_template(messages: list[Any], index: int, tokenizer: Any) -> list[i
 
 
 def chat_rows(prompts: Any) -> list[bool]:
-    """Which prompts go through the chat template; prompts as `encode_prompts` takes them."""
+    """Say for each prompt if it goes through the chat template; prompts as in `encode_prompts`."""
     if isinstance(prompts, (torch.Tensor, np.ndarray)):
         prompts = prompts.tolist()
     rows = [prompts] if _is_one(prompts) else prompts
@@ -135,13 +140,13 @@ class TextStream:
         self.sent = ""
 
     def piece(self, text: str) -> str:
-        """What can be sent of the row's text so far."""
+        """Return the new text that can be sent, given the row's text so far."""
         stable = text.rstrip("�")
         held = max((_overlap(stable, stop) for stop in self.stop_strings), default=0)
         return self._send(stable[: len(stable) - held])
 
     def rest(self, text: str) -> str:
-        """What remains of the final text."""
+        """Return what remains of the final text."""
         return self._send(text)
 
     def _send(self, text: str) -> str:
@@ -153,7 +158,7 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`."""
+    """Return the length of the longest suffix of `text` that is a prefix of `stop`."""
     for n in range(min(len(text), len(stop)), 0, -1):
         if text.endswith(stop[:n]):
             return n

@@ -26,16 +26,18 @@ _BOOKKEEPING = ("training", "_is_hf_initialized")
 
 
 class WeightHash:
-    """A short hash of what a model computes with: names, shapes, dtypes and evenly spaced values of its parameters, and
-    what is set on modules that are not torch's or transformers' own, such as adapters.
+    """A short hash of what a model computes with.
 
-    It tells two checkpoints apart, an adapter from none, and notices training steps; it is no proof against tampering.
+    It covers names, shapes, dtypes and evenly spaced values of the parameters, and what is set on modules that are not
+    torch's or transformers' own, such as adapters. It tells checkpoints, adapters and training steps apart; it is no
+    proof against tampering.
     """
 
     def __init__(self, model: nn.Module):
         self.model = model
 
     def get(self) -> str:
+        """Compute the hash, 16 hex digits."""
         digest = hashlib.sha256()
         samples: dict[torch.device, list[Tensor]] = {}
         for name, tensor in _weights(self.model):
@@ -54,7 +56,7 @@ class WeightHash:
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, and buffers that are stored with them: quantised weights can be buffers."""
+    """Yield parameters, and buffers stored with them: quantised weights can be buffers."""
     yield from model.named_parameters()
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
@@ -68,8 +70,7 @@ def _sampled(tensor: Tensor) -> Tensor:
 
 
 def _settings(model: nn.Module) -> Iterator[str]:
-    """Plain values, and lists and dicts of them, on modules of other packages and on modules with a `forward` of their
-    own: which adapter is on, its scale."""
+    """Yield plain settings of other packages' modules and of modules with their own `forward`, such as a scale."""
     for name, module in model.named_modules():
         own = vars(module)
         if type(module).__module__.split(".")[0] in _KNOWN and "forward" not in own:
@@ -85,8 +86,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def adapters(model: nn.Module) -> list[dict[str, Any]]:
-    """The adapters (peft) in a model: which are active, merged or disabled, and their scales; one entry a combination,
-    with the number of modules that have it."""
+    """List a model's adapters (peft): active, merged, disabled, scale; one entry per combination, with its modules."""
     found: Counter[str] = Counter()
     for module in model.modules():
         own = vars(module)
@@ -103,12 +103,12 @@ def adapters(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def hash_ids(ids: Sequence[int]) -> str:
-    """A short hash of one prompt's token ids."""
+    """Hash one prompt's token ids, 16 hex digits."""
     return hashlib.sha256(np.asarray(ids, dtype=np.int64).tobytes()).hexdigest()[:16]
 
 
 def hash_template(tokenizer: Any) -> str | None:
-    """A short hash of a tokenizer's chat template, as `sha256sum` of its text begins; None where there is none."""
+    """Hash a tokenizer's chat template: the first 16 digits of its text's sha256; None without a template."""
     template = getattr(tokenizer, "chat_template", None)
     if not template:
         return None
@@ -117,7 +117,7 @@ def hash_template(tokenizer: Any) -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what a result depends on."""
+    """Return the versions that a result depends on."""
     return {
         "specdec": __version__,
         "torch": torch.__version__,
@@ -127,7 +127,7 @@ def versions() -> dict[str, str]:
 
 
 def device_name(device: torch.device) -> str:
-    """The device in words: the GPU's name, or the processor's architecture and thread count."""
+    """Name the device: the GPU's name, or the processor's architecture and thread count."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{device.type} ({platform.machine()}, {torch.get_num_threads()} threads)"

@@ -1,4 +1,4 @@
-"""What becomes of a pass in the record of a run: one `Round` a row."""
+"""Records a pass: one `Round` per row."""
 
 from __future__ import annotations
 
@@ -16,8 +16,12 @@ def record_round(
     row: Row, slot: int, draft: Draft, start: int, verdict: RowVerdict, emitted: Sequence[int], result: VerifyResult,
     took: dict[str, float],
 ) -> Round:  # fmt: skip
-    """The pass of one row. start: sequence index of the newest token when it began; emitted: the tokens that the row
-    took, which may be fewer than the verdict gave; took: seconds of the pass's draft and verify."""
+    """Record the pass of one row.
+
+    start: sequence index of the newest token when the pass began
+    emitted: the tokens that the row took, perhaps fewer than the verdict gave
+    took: seconds of the pass's draft and verify
+    """
     path = verdict.path[: len(emitted)]
     bonus = verdict.bonus if len(emitted) > len(verdict.path) else None
     continues = bonus is None and row.finish_reason is None

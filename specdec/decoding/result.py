@@ -13,14 +13,21 @@ from specdec.stats import Stats
 class Round:
     """One verify pass of one row, as `rounds` yields it.
 
-    row: index of the row in the result; position: sequence index of the newest token when the round began; strategy:
-    who drafted (None: nobody); draft: drafted ids, those behind the end of the text left out; p, q: the target's and
-    the draft's probability of each drafted id (q is None where the draft made no claim); accepted: how many stood;
-    bonus: the token after them, None when the draft continues in the next pass, when the text ended before it, or when
-    the row failed; tokens: ids emitted; text: their text (None without a tokenizer); times: seconds of this pass's
-    draft and verify; finish_reason: set in the row's last round; parents, path: of a tree, the node that each node
-    follows (-1: the newest token) and the nodes that stood (None: a chain); details: of a recorded run
-    (specdec.research.trace), more about the laws.
+    row: index of the row in the result
+    position: sequence index of the newest token when the round began
+    strategy: who drafted; None: nobody
+    draft: drafted ids, without those after the end of the text
+    p: the target's probability of each drafted id
+    q: the draft's probability of each drafted id; None if the draft has no q
+    accepted: how many drafted tokens were accepted
+    bonus: the token after them; None if the draft goes on in the next pass, the text ended before it or the row failed
+    tokens: emitted ids
+    text: their text; None without a tokenizer
+    times: seconds of this pass's "draft" and "verify"
+    finish_reason: set in the row's last round
+    parents: the node that each node of a tree follows, -1 = the newest token; None: a chain
+    path: the accepted nodes of a tree; None: a chain
+    details: more about p and q in a recorded run (specdec.research.traces.trace)
     """
 
     row: int
@@ -41,20 +48,24 @@ class Round:
 
     @property
     def is_continued(self) -> bool:
-        """Whether the draft goes on in the row's next pass: all that was tested was accepted, and more is left."""
+        """True if the draft continues in the row's next pass: all tested tokens were accepted, and more are left."""
         return self.bonus is None and self.finish_reason is None
 
 
 @dataclass(frozen=True)
 class Generation:
-    """The result of `generate`.
+    """The result of `generate`; lists hold one entry per row.
 
-    token_ids: generated ids per row, an EOS that ended the row included; texts: special tokens skipped, cut before
-    the stop string, None without a tokenizer; finish_reasons: eos | length | stop_string | stopping_criteria |
-    context | error | interrupted; errors: for rows that ended with `error`, what failed and where; logprobs: natural
-    logarithm of the target's processed law at each emitted id (before temperature when greedy), if asked for; origins:
-    per emitted id the strategy that proposed it, None for the target's own; lossy: whether the acceptance rule gives
-    up the target's law.
+    token_ids: generated ids, an EOS that ended the row included
+    texts: special tokens skipped, cut before the stop string; None without a tokenizer
+    finish_reasons: eos | length | stop_string | stopping_criteria | context | error | interrupted
+    stats: counts and seconds of the call
+    provenance: versions, devices, hashes, seed and settings
+    errors: what failed and where, for rows that ended with `error`
+    logprobs: log-probability (nats) of each emitted id under the target's processed distribution, before temperature
+        if greedy; None unless asked for
+    origins: the strategy that proposed each emitted id, None for the target's own
+    lossy: True if the acceptance rule changes the target's distribution
     """
 
     token_ids: list[list[int]]
@@ -71,11 +82,11 @@ class Generation:
         return len(self.token_ids)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Return plain data for JSON."""
         plain = {f: getattr(self, f) for f in self.__dataclass_fields__ if f != "stats"}
         return {**plain, "stats": self.stats.to_dict()}
 
 
 def round_to_dict(entry: Round) -> dict[str, Any]:
-    """A round as plain data."""
+    """Return a round as plain data."""
     return asdict(entry)

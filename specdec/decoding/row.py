@@ -1,7 +1,7 @@
 """One row of a call: its ids, and the stops that can end it inside an accepted block.
 
-A row takes tokens one by one, also when a block brings several, so that nothing follows an EOS, a stop string, the
-length limit or the context's end, wherever in the block they fall, and nothing behind them is counted.
+A row takes the tokens of a block one by one, so nothing follows an EOS, a stop string, the length limit or the end of
+the context, and nothing after them is counted.
 """
 
 from __future__ import annotations
@@ -21,8 +21,13 @@ from specdec.stats import RoundRecord
 
 @dataclass(frozen=True)
 class StopRules:
-    """When rows end. eos: ids; stop_strings; criteria: transformers' StoppingCriteria or callables
-    (input_ids [1, n], scores=None) -> bool or bool tensor; context: most tokens prompt and output may have together.
+    """When rows end.
+
+    max_new_tokens: most tokens of the output
+    context: most tokens of prompt and output together
+    eos: ids that end a row
+    stop_strings: texts that end a row
+    criteria: transformers' StoppingCriteria, or callables (input_ids [1, n], scores=None) -> bool or bool tensor
     """
 
     max_new_tokens: int
@@ -34,11 +39,11 @@ class StopRules:
 
     @property
     def window(self) -> int:
-        """Tokens at the end of a row that can hold a whole stop string: a character takes at most 4 byte tokens."""
+        """Most tokens of the longest stop string, with some room: a character takes at most 4 byte tokens."""
         return 4 * max((len(s) for s in self.stop_strings), default=0) + 8
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, special tokens skipped. Spaces are not tidied: that would rewrite text already streamed."""
+        """Decode ids, special tokens skipped. Spaces are not tidied: that would rewrite text already streamed."""
         text: str = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
@@ -63,13 +68,13 @@ class RowVerdict:
 
     @property
     def bonus(self) -> int | None:
-        """The token after the accepted ones: a residual's or the bonus token."""
+        """The token after the accepted ones: sampled from the residual, or the bonus token."""
         return self.tokens[-1] if len(self.tokens) > len(self.path) else None
 
 
 @dataclass
 class Row:
-    """A prompt on its way to becoming a result. `ids` holds prompt and output; `size` is how much of it is real."""
+    """A prompt on its way to a result. `ids` holds prompt and output; the first `size` are real."""
 
     index: int
     prompt: list[int]
@@ -85,9 +90,9 @@ class Row:
     processors: Any = None
     sampling: RowSampling | None = None  # how its tokens are sampled, as drafters are told
     known: Tensor | None = None  # the ids on the device, for text-reading processors
-    alone: bool = True  # whether the prompt was computed in passes of its own
-    # The open round: what is left of its draft, the row's size when it began, and what it has drafted and accepted so
-    # far; of a tree its parents, the accepted nodes, and those that do not exist.
+    alone: bool = True  # the prompt was computed in passes of its own
+    # The open round: what is left of its draft, the row's size when it began, tokens drafted and accepted so far; with
+    # trees also parents, accepted nodes, and nodes that do not exist.
     pending: Draft | None = None
     begun: int = 0
     strategy: str | None = None
@@ -130,7 +135,7 @@ class Row:
         return "length" if done >= self.stops.max_new_tokens else "context"
 
     def take(self, tokens: Sequence[int], logprobs: Sequence[float] | None, origins: Sequence[str | None]) -> int:
-        """Append tokens until a stop; sets `finish_reason` at a stop. Returns how many were taken."""
+        """Append tokens until a stop, which sets `finish_reason`. Returns how many were taken."""
         for n, token in enumerate(tokens):
             self.ids[self.size] = token
             self.size += 1
@@ -165,18 +170,21 @@ class Row:
         return False
 
     def fail(self, reason: str, message: str | None = None) -> None:
+        """End the row without a result of its own making: an error, an interrupt."""
         self.finish_reason, self.error = reason, message
 
     def open_round(self, draft: Draft) -> None:
-        """A round begins with this draft."""
+        """Begin a round with this draft."""
         self.pending = draft
         self.strategy = draft.drafter or None
         self.begun, self.drafted, self.accepted, self.path, self.parents = self.size, 0, 0, (), None
         self.rounds += 1
 
     def note(self, verdict: RowVerdict, parents: list[int] | None, ids: Sequence[int]) -> bool:
-        """Take down what a pass has decided about the open round; of a tree also its parents and its ids. Returns
-        whether this is the first the host hears of a draft's length."""
+        """Note what a pass has decided about the open round. Returns True if the draft's length is news to the host.
+
+        parents, ids: of the drafted tokens; parents is None for a chain
+        """
         self.parents = parents
         self.missing = {n for n in range(verdict.tested) if ids[n] == MISSING} if parents is not None else set()
         drafted = verdict.total - len(self.missing)
@@ -188,8 +196,10 @@ class Row:
         return first
 
     def close_round(self) -> None:
-        """Record what the open round has emitted, wherever in it a stop or a failure fell; a round that has emitted
-        nothing is none. What was drafted after the end of the text does not count (stats.py)."""
+        """Record what the open round has emitted up to a stop or failure; a round that emitted nothing is not recorded.
+
+        What was drafted after the end of the text does not count (stats.py).
+        """
         emitted = self.size - self.begun
         own = emitted > self.accepted
         self.accepted = min(self.accepted, emitted)
@@ -208,7 +218,7 @@ class Row:
         self.pending = None
 
     def abandon_round(self) -> None:
-        """Record what an interrupted round has emitted, wherever in it the interrupt fell."""
+        """Record what an interrupted round has emitted."""
         recorded = len(self.prompt) + sum(r.tokens for r in self.records)
         if self.pending is not None and self.size > recorded:
             self.begun = recorded
@@ -217,7 +227,7 @@ class Row:
             self.drafted = self.accepted = 0
 
     def text(self) -> str:
-        """Special tokens skipped, cut before the earliest stop string."""
+        """Return the output's text: special tokens skipped, cut before the earliest stop string."""
         text = self.stops.decode(self.output)
         if self.finish_reason == "stop_string":
             found = [text.find(s) for s in self.stops.stop_strings if s in text]

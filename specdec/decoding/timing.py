@@ -1,9 +1,8 @@
-"""How long the passes of a call take: run as a call runs them, by the same programs over a leased cache.
+"""Times the passes of a call, run as a call runs them: by the same recorded functions over a leased cache.
 
-A *verify pass* is what lies between the drafts and the host's read; a *draft* is the program that catches up with the
-text and chooses some tokens. Nothing is prefilled: a pass takes as long over what an earlier call left in the cache, or
-over zeros, as over any text. Used for measured cost tables (`measure_costs`) and for estimates
-(research/offline/what_if.py).
+A *verify pass* lasts from the drafts to the host's read; a *draft* catches up with the text and chooses some tokens.
+Nothing is prefilled: a pass takes as long over what an earlier call left in the cache, or over zeros, as over any text.
+Used for measured cost tables (`measure_costs`) and for estimates (research/offline/what_if.py).
 """
 
 from __future__ import annotations
@@ -34,14 +33,18 @@ if TYPE_CHECKING:
     from specdec.decoder import SpeculativeDecoder
 
 Cell = tuple[str, int, int, int]  # role, batch, context, width
-STEPS = 5  # of the draft whose steps are timed
-TOKEN = 0  # the text is made of it
+STEPS = 5  # tokens of the draft whose steps are timed
+TOKEN = 0  # every token of the text
 
 
 class Passes:
-    """The passes of greedy calls of `batch` rows, whose texts have one of `contexts` tokens before their newest, with
-    drafts of up to `longest` tokens. Holds leased caches until it is closed. Raises SpecdecError where the decoder's
-    exact mode does not go with its target."""
+    """The passes of greedy calls; holds leased caches until it is closed.
+
+    batch: rows of the calls
+    contexts: tokens of their texts before the newest
+    longest: most tokens of their drafts
+    Raises SpecdecError if the target does not support the decoder's exact mode.
+    """
 
     def __init__(self, decoder: SpeculativeDecoder, batch: int, contexts: Sequence[int], longest: int):
         self.target, self.batch = decoder.target, batch
@@ -56,13 +59,13 @@ class Passes:
         self.core = None if decoder.draft is None else DraftCore(decoder.draft, batch, max(contexts) + longest + 1)
 
     def close(self) -> None:
-        """Give the caches back, with what was recorded for them."""
+        """Give back the caches and what was recorded for them."""
         self.target.pool.give_back(next(iter(self.verifiers.values())).cache)
         if self.core is not None:
             self.core.close()
 
     def turn(self, context: int, widths: Sequence[int]) -> dict[Cell, float]:
-        """Seconds of every pass, each once, as `measure_passes` has them."""
+        """Time every pass once, in seconds, by the cells of `measure_passes`."""
         shapes, made = self.verifiers[context].shapes, {}
         cells: dict[Cell, float] = {}
         for width in widths:
@@ -76,7 +79,7 @@ class Passes:
         return cells
 
     def verify(self, context: int, width: int) -> float:
-        """Seconds of a verify pass with drafts of `width` - 1 tokens, or as many as one pass takes."""
+        """Time a verify pass with drafts of `width` - 1 tokens, or as many as one pass takes; seconds."""
         verifier = self.verifiers[context]
         stops = StopRules(max_new_tokens=width + 1, context=self.target.context)
         rows = [(b, Row(b, [TOKEN] * (context + 1), b, stops)) for b in range(self.batch)]
@@ -84,14 +87,14 @@ class Passes:
             row.open_round(Draft([TOKEN] * (min(width, verifier.shapes.verify_width) - 1)))
         return _seconds(self.target, lambda: verifier.launch(rows).read())
 
-    def draft(self, context: int, behind: int, steps: int) -> float:
-        """Seconds of a draft of `steps` tokens by a draft model that has not seen the newest `behind` of the text."""
+    def draft(self, context: int, unseen: int, steps: int) -> float:
+        """Time a draft of `steps` tokens by a model that has not seen the newest `unseen` of the text; seconds."""
         core = self.core
         assert core is not None
         sampling, text = RowSampling(Sampling(0.0), LEVIATHAN.proposal), [TOKEN] * context
         requests = [DraftRequest(b, text, TOKEN, steps, context, sampling) for b in range(self.batch)]
         for b in range(self.batch):
-            core.length[b] = max(0, context + 1 - behind)
+            core.length[b] = max(0, context + 1 - unseen)
         return _seconds(
             core.runner, lambda: core.propose(requests, steps, Stops(0.0, 0, None), self.target.vocab_size)
         )  # fmt: skip
@@ -111,7 +114,7 @@ def _wait(device: torch.device) -> None:
 
 
 def room_for(decoder: SpeculativeDecoder, widths: Sequence[int]) -> int:
-    """The longest context at which both models have room for passes of these widths."""
+    """Return the longest context at which both models have room for passes of these widths, in tokens."""
     return min(r.context for r in decoder._runners().values()) - _longest(widths) - 1
 
 
@@ -123,12 +126,11 @@ def measure_passes(
     decoder: SpeculativeDecoder, batches: Sequence[int], contexts: Sequence[int], widths: Sequence[int], repeats: int,
     progress: Callable[[str], None] = lambda what: None,
 ) -> dict[Cell, float]:  # fmt: skip
-    """Median seconds of every cell over `repeats` turns, in each of which every pass is timed once,
-    so that what slows the machine down for a while falls on all alike.
+    """Time every cell over `repeats` turns; returns median seconds.
 
-    Of the target, verify passes; widths that a call feeds through one pass, all of them in exact mode, are timed once.
-    Of the draft, a step (width 1: its share of a draft of STEPS tokens), and drafts of one token that catch up with so
-    many.
+    Each turn times every pass once, so that what slows the machine down for a while slows all alike.
+    "target": verify passes; widths that a call feeds through the same pass (in exact mode all) are timed once.
+    "draft": width 1, a step: its share of a draft of STEPS tokens; width w, a draft of one token that feeds w.
     """
     with decoder.working():
         return _measured(decoder, batches, contexts, widths, repeats, progress)
@@ -156,10 +158,10 @@ def _measured(
 
 
 def round_seconds(decoder: SpeculativeDecoder, tokens: int = 12) -> float:
-    """Median seconds of a plain round beside its verify pass."""
+    """Median seconds of a plain round without its verify pass."""
     tokens = min(tokens, decoder.target.context - 1)
     call = decoder._call([TOKEN], [], max_new_tokens=tokens, ignore_eos=True)
-    inside, beside = [0.0], []
+    inside, outside = [0.0], []
     with call:
         verifier: Any = call.engine.verifier
         launch = _adding(verifier.launch, inside)
@@ -173,13 +175,13 @@ def round_seconds(decoder: SpeculativeDecoder, tokens: int = 12) -> float:
         started = time.perf_counter()
         for _ in call.engine.run():
             now = time.perf_counter()
-            beside.append(now - started - inside[0])
+            outside.append(now - started - inside[0])
             started, inside[0] = now, 0.0
-    return statistics.median(beside)
+    return statistics.median(outside)
 
 
 def _adding(function: Callable[..., Any], total: list[float]) -> Callable[..., Any]:
-    """The function, whose seconds are added to `total`."""
+    """Wrap a function so that its seconds are added to `total`."""
 
     def timed(*given: Any) -> Any:
         started = time.perf_counter()
@@ -194,11 +196,12 @@ def measure_costs(
     decoder: SpeculativeDecoder, batches: Sequence[int] = (1,), contexts: Sequence[int] = CONTEXTS,
     widths: Sequence[int] = WIDTHS, repeats: int = 3, progress: Callable[[str], None] = lambda what: None,
 ) -> CostTable:  # fmt: skip
-    """Time this machine, for `generate(..., costs=...)`: the passes of greedy calls in the decoder's own modes
-    (decoding/timing.py), medians over `repeats` turns.
+    """Time this machine for `generate(..., costs=...)`: passes of greedy calls, medians over `repeats` turns.
 
-    batches, widths: ascending from 1; contexts: those beyond what the models have count as the longest that leaves room
-    for a pass. Raises SpecdecError for others, and where no context is left.
+    batches: rows, ascending from 1
+    contexts: tokens of the text; longer than the models allow counts as the longest that leaves room for a pass
+    widths: tokens per row and pass, ascending from 1
+    Raises SpecdecError for other axes, and if no context is left.
     """
     check_axes(batches, (1,), widths)
     check_sequence("contexts", contexts)
@@ -221,7 +224,7 @@ def measure_costs(
 
 
 def _call_seconds(strategies: Iterable[type[Any]], tokens: int = 1000, rounds: int = 30) -> dict[str, float]:
-    """Seconds of a call of every strategy without a model, on a text that repeats and varies, and around it."""
+    """Time a call of every strategy without a model, and around it, on a text that repeats and varies; seconds."""
     ids = np.random.default_rng(0).integers(0, 200, tokens + rounds + 1)
     ids[tokens // 2 :: 7] = 5
     calls = {}

@@ -1,6 +1,6 @@
-"""What can be said of options before there is a model, so that a grid of hours does not fail at its last cell.
+"""Checks of options that need no model, so that a grid of hours does not fail at its last cell.
 
-The engine checks the same things again when it runs: here they are refused where a config is read.
+The engine checks the same things again when it runs; here they are refused when a config is read.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from specdec.models.attention import check_attention
 from specdec.models.loading import Source, check_dtype, parse_device, pick_device
 from specdec.sampling.sampling import build_sampling
 
-_END = 0  # stands for the end token that a model will have
+_END = 0  # in place of the model's end token
 
 
 class _NoModel(GenerationMixin):
-    """As much of a model as transformers looks at when it makes processors."""
+    """The part of a model that transformers looks at when it makes processors."""
 
     config: Any = SimpleNamespace(is_encoder_decoder=False)
 
 
 @contextmanager
 def naming_processors(settings: GenerationSettings) -> Iterator[None]:
-    """What transformers raises while it makes processors, as one line that names them."""
+    """Turn what transformers raises while it makes processors into one line that names them."""
     try:
         yield
     except SpecdecError:
@@ -48,14 +48,16 @@ def naming_processors(settings: GenerationSettings) -> Iterator[None]:
 
 
 def check_generation(options: Mapping[str, Any]) -> GenerationSettings:
-    """Generation options: names, values, the acceptance rule, cost tables, and transformers' processors, which are made
-    on trial. Raises SpecdecError."""
+    """Check generation options: names, values, acceptance rule, cost tables, and transformers' processors, made on
+    trial. Raises SpecdecError."""
     settings = GenerationSettings.parse(options)
     find_rule(settings.acceptance)
     as_costs(settings.costs)
     settings.check_ids()
     if settings.ignore_eos and settings.eos_token_id not in (UNSET, None):
-        raise SpecdecError(f"eos_token_id={settings.eos_token_id!r} has no effect beside ignore_eos=True")
+        raise SpecdecError(
+            f"eos_token_id={settings.eos_token_id!r} has no effect with ignore_eos=True: leave one of them out"
+        )
     if settings.processors:
         with naming_processors(settings):
             made = build_sampling(
@@ -67,7 +69,7 @@ def check_generation(options: Mapping[str, Any]) -> GenerationSettings:
 
 
 def check_chain(strategies: Sequence[Any], has_draft: bool, settings: GenerationSettings) -> None:
-    """A chain with the options of its calls. Raises SpecdecError where they do not go together, whatever the models."""
+    """Check a chain with the options of its calls. Raises SpecdecError if they do not go together on any models."""
     drafters = make_drafters(list(strategies), has_draft)
     if not has_draft and any(d.uses_draft_model for d in drafters):
         raise SpecdecError("strategy 'draft-model' needs a draft model, and the pair has none")
@@ -75,15 +77,14 @@ def check_chain(strategies: Sequence[Any], has_draft: bool, settings: Generation
     if trees and settings.exact is True:
         raise SpecdecError(f"exact=True does not cover trees, which strategy {trees[0]!r} can make")
     rule = find_rule(settings.acceptance)
-    if trees and rule.descend is None:
+    if trees and rule.pick_child is None:
         raise SpecdecError(f"acceptance {rule.name!r} judges chains only, and strategy {trees[0]!r} can make trees")
     lengths = automatic(drafters, settings.draft_length, default_chain=False)
     check_costs(drafters, lengths, as_costs(settings.costs))
 
 
 def check_loading(models: PairConfig) -> None:
-    """The form of a pair's loading options; whether its models and devices are there is for `check_places`. Raises
-    SpecdecError."""
+    """Check the form of a pair's loading options; `check_places` looks for models and devices. Raises SpecdecError."""
     for role, name in (("target", models.target), ("draft", models.draft)):
         needed = role == "target" or name is not None
         if needed and (not isinstance(name, (str, Path)) or not str(name)):
@@ -105,7 +106,7 @@ def check_loading(models: PairConfig) -> None:
 
 
 def check_places(models: PairConfig) -> None:
-    """Whether this machine has the pair's devices and local files. Raises SpecdecError."""
+    """Raise SpecdecError if this machine lacks the pair's devices or local files."""
     for name in (models.target, models.draft):
         if name is not None:
             Source.parse(name)

@@ -1,13 +1,13 @@
 """Steps 2 and 3 of a round, on the device: the target's pass over [newest token, draft ...], and acceptance.
 
-Data flow: a `PassPlan` says what the host knows of the pass; the drafts of all rows, host lists or tensors, become one
-table of ids (`VerifyInputs`), and what the host knows of the rows travels in the same transfer. `verify` takes these to
-everything the host will read: the pass, the scores, the acceptance rule, and what records ask for. It computes from
-tensors alone, so it is recorded as a whole and replayed where the runner replays passes (device/graphs.py), under a
-`VerifyKey` that names all that is fixed in it. Then there is one host read: `PendingResult.read() -> VerifyResult`.
+Data flow: a `PassPlan` holds the shape of the pass; the drafts of all rows, lists or tensors, become one table of ids
+(`VerifyInputs`), and what the host knows of the rows travels in the same transfer. `verify` computes from these all
+that the host will read: the pass, the scores, the acceptance rule, and what records ask for. It uses tensors alone, so
+where the runner replays passes it is recorded as a whole (device/graphs.py), under a `VerifyKey` that names all that is
+fixed in it. Then there is one host read: `PendingResult.read() -> VerifyResult`.
 
-Processors that read the text are called on the host and a user's rule may do anything: there the function just runs,
-and only the pass in it is replayed.
+Processors that read the text are called on the host, and a user's rule may do anything: there the function is not
+recorded, only the pass inside it.
 """
 
 from __future__ import annotations
@@ -44,13 +44,15 @@ NO_RECORD = (False, 0, False)  # `VerifyKey.recorded` of a call that records not
 
 @dataclass
 class VerifyResult:
-    """What the one host read of a pass brings back, as lists over the slots.
+    """What the one host read of a pass brings back; lists have one entry per slot.
 
     accepted, token, failed, unsound: as in `Verdict`
     totals: tokens of the whole draft
     draft: drafted ids, `MISSING` for a node of a tree that does not exist
-    path, parents: with trees only, the accepted nodes and the trees' parents
-    logprobs, p, q, details: what was asked to be recorded
+    path, parents: the accepted nodes and the trees' parents; None without trees
+    logprobs: log-probability of each emitted token, if asked for
+    p, q, details: at each drafted token, in a recorded run
+    limit: most tokens that the pass tests per row
     """
 
     accepted: list[int]
@@ -64,17 +66,17 @@ class VerifyResult:
     logprobs: list[list[float]] | None = None
     p: list[list[float]] | None = None
     q: list[list[float]] | None = None
-    details: list[Any] = field(default_factory=list)  # of probe.Probe
-    limit: int = 0  # most tokens that the pass tests in a row
+    details: list[Any] = field(default_factory=list)
+    limit: int = 0
 
     def parents_of(self, slot: int, draft: Draft) -> list[int] | None:
-        """The parents of the row's tree, as far as it was verified; None for a chain."""
+        """Return the parents of the row's tree, as far as it was verified; None for a chain."""
         if draft.parents is None or self.parents is None:
             return None
         return self.parents[slot][: min(len(draft), self.limit)]
 
     def verdict(self, slot: int, strategy: str) -> RowVerdict:
-        """What was decided about the row in a slot. Raises SpecdecError for a draft that breaks the protocol."""
+        """Return what was decided about a slot's row. Raises SpecdecError for a draft that breaks the protocol."""
         if self.unsound[slot]:
             raise SpecdecError(f"strategy {strategy!r} {UNSOUND[self.unsound[slot]]}")
         accepted, tested = self.accepted[slot], min(self.totals[slot], self.limit)
@@ -89,12 +91,13 @@ class VerifyResult:
 
 @dataclass
 class PendingResult:
-    """A verify pass on its way.
+    """A verify pass that was launched.
 
     on_device: what the host will read, still on the device
-    arriving: the same on its way to the host
-    reader, limit: how it is read
-    output: for drafters that observe the target, what these see
+    arriving: the same, on its way to the host
+    reader: how it is read
+    limit: most tokens that the pass tests per row
+    output: what drafters that observe the target see; None: there are none
     """
 
     on_device: Packed
@@ -117,12 +120,13 @@ class VerifyKey(NamedTuple):
     """What is fixed in a recorded verify pass.
 
     given: the pass itself
-    limit: most tokens tested in a row
+    limit: most tokens tested per row
     vocab_size: the target's
-    rule, sampling: the acceptance rule, and the signature of the scores' pipeline
+    rule: the acceptance rule
+    sampling: signature of the scores' pipeline
     all_have_q: all drafts have a q
     levels, siblings: bounds of the trees; 0 = chains only
-    recorded: p and q, how many best tokens in details, log-probabilities
+    recorded: `Verifier`'s record, top and logprobs
     """
 
     given: PassKey
@@ -146,8 +150,11 @@ class VerifyKey(NamedTuple):
 
 @dataclass(frozen=True)
 class VerifyInputs(Buffers):
-    """table [B, DRAFT + S], or with trees [B, DRAFT + 2 S]: STARTS ... LIMITS, the drafted ids as proposed, and the
-    trees' parents; q [B, S, V]: column s is the distribution that drafted token s was sampled from."""
+    """What a verify pass is given.
+
+    table [B, DRAFT + S], with trees [B, DRAFT + 2 S]: STARTS ... LIMITS, the drafted ids, the trees' parents
+    q [B, S, V]: column s is the distribution that drafted token s was sampled from; None: no draft has q
+    """
 
     table: Tensor
     q: Tensor | None = None
@@ -155,8 +162,11 @@ class VerifyInputs(Buffers):
 
 @dataclass(frozen=True)
 class Verified(Buffers):
-    """What `verify` returns: what the host will read, and for drafters that observe the target also what was fed, the
-    logits and the hidden states."""
+    """What `verify` returns.
+
+    packed: what the host will read
+    fed, logits, hidden, where: for drafters that observe the target; None: there are none
+    """
 
     packed: Packed
     fed: Tensor | None = None
@@ -201,8 +211,8 @@ class PassPlan:
 class Verifier:
     """The verify passes of one call; `passes` counts them.
 
-    record: read p and q at drafted tokens as well
-    top: with `record`, read details with so many best tokens a position
+    record: also read p and q at drafted tokens
+    top: with `record`, read details with the `top` most likely tokens per position; 0 = off
     logprobs: read the log-probability of each emitted token
     observed: hidden states that drafters observe; None = none, empty = all
     """
@@ -222,7 +232,7 @@ class Verifier:
     passes: int = 0
 
     def launch(self, active: Sequence[tuple[int, Row]]) -> PendingResult:
-        """Verify what the rows of `active` have pending, without waiting for it."""
+        """Verify what the active rows have pending, without waiting for the result."""
         plan = self.plan(active)
         inputs = VerifyInputs(self._table(plan), self._q(plan))
         verified = self._run(plan, self._key(plan), inputs)
@@ -238,7 +248,7 @@ class Verifier:
         return pending
 
     def plan(self, active: Sequence[tuple[int, Row]]) -> PassPlan:
-        """The shape of the pass that verifies what the rows have pending."""
+        """Plan the pass that verifies what the rows have pending."""
         limit = self.shapes.verify_width
         drafts = {b: row.pending for b, row in active if row.pending is not None}
         counts = [1 + min(len(drafts[b]), limit - 1) if b in drafts else 0 for b in range(self.batch)]
@@ -254,7 +264,7 @@ class Verifier:
         )
 
     def _rounded(self, size: int) -> int:
-        """A size of the pass's trees; where passes are recorded one of a short list, so that few are."""
+        """Round up a size of the pass's trees where passes are recorded, so that few are."""
         return size if self.cache.graphs is None else self.shapes.width(size)
 
     def _key(self, plan: PassPlan) -> VerifyKey:
@@ -286,7 +296,7 @@ class Verifier:
         return runner.run(cache, key, inputs, function)
 
     def _table(self, plan: PassPlan) -> Tensor:
-        """`VerifyInputs.table`: what the host knows in one transfer, then what only the device knows."""
+        """Build `VerifyInputs.table`: what the host knows in one transfer, then what only the device knows."""
         width, limit = plan.width, self.shapes.verify_width
         host = np.zeros((self.batch, DRAFT + width), dtype=np.int64)
         parents = np.full((self.batch, width if plan.has_trees else 0), -1, dtype=np.int64)
@@ -321,17 +331,17 @@ class Verifier:
         return ids
 
     def _checked_q(self, drafts: Mapping[int, Draft]) -> dict[int, Tensor]:
-        """q of the drafts that have one, by slot."""
+        """Return q of the drafts that have one, by slot. Raises SpecdecError for a q over another vocabulary."""
         found = {b: d.q for b, d in drafts.items() if d.q is not None and len(d) > 0}
         for b, q in found.items():
             if q.shape[-1] != self.vocab_size:
                 wide, name = q.shape[-1], drafts[b].drafter
                 raise SpecdecError(f"strategy {name!r} gave a q over {wide} ids, the target has {self.vocab_size}")
-        # Under coupled q is for the records alone: acceptance compares tokens.
+        # Under coupled q is only recorded: acceptance compares tokens.
         return {} if self.rule.proposal == "coupled" and not self.record else found
 
     def _q(self, plan: PassPlan) -> Tensor | None:
-        """q [B, S, V] aligned with the scores; None where no row has one."""
+        """Gather q [B, S, V], aligned with the scores; None if no row has one."""
         if not plan.q:
             return None
         shape = (self.batch, plan.width, self.vocab_size)
@@ -340,7 +350,7 @@ class Verifier:
         return q
 
     def _texts(self, plan: PassPlan) -> History:
-        """What text-reading processors see, but for the ids that the pass feeds."""
+        """Gather what text-reading processors see, without the ids that the pass feeds."""
         known: list[Tensor | None] = [None] * self.batch
         processors: list[Any] = [None] * self.batch
         for b, row in plan.rows:
@@ -350,7 +360,7 @@ class Verifier:
         return History(known, torch.zeros(0), processors, plan.counts, paths)
 
     def _paths(self, plan: PassPlan, slot: int) -> list[list[int]]:
-        """For each column that a row feeds, the columns from the newest token to it."""
+        """List for each column that a row feeds the columns from the newest token to it."""
         if slot not in plan.drafts:
             return [[0]][: plan.counts[slot]]
         draft = plan.drafts[slot]
@@ -362,7 +372,7 @@ class Verifier:
 
 
 def _bounds(draft: Draft, limit: int) -> tuple[int, int]:
-    """(levels, most children of a node) of what a pass verifies of a draft."""
+    """Bound what a pass verifies of a draft: (levels, most children of a node)."""
     if draft.parents is None:
         return min(len(draft), limit), 1
     if isinstance(draft.parents, Tensor):
@@ -377,8 +387,10 @@ def verify(
     runner: Runner, cache: RaggedCache, sampling: Sampling, key: VerifyKey, inputs: VerifyInputs,
     texts: History | None = None,
 ) -> Verified:  # fmt: skip
-    """The pass and the acceptance after it, from tensors alone, unless `texts` (completed here by the fed ids) names
-    processors to call."""
+    """Run the pass and accept, from tensors alone.
+
+    texts: processors to call on the host, with their texts; the fed ids are added here. None: there are none
+    """
     fed, draft, outside = runner.part(_fed)(inputs.table, key.vocab_size, key.given.width)
     tree, where = _trees(key, inputs.table)
     out = runner.forward(cache, key.given, PassInputs(fed, inputs.table[:, :LAST].T, where))
@@ -394,7 +406,7 @@ def verify(
 
 
 def _fed(table: Tensor, vocab_size: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The ids of the pass [B, width], the drafted ids [B, S], 0 where the target lacks one, and where it does."""
+    """Return the ids of the pass [B, width], the drafted ids [B, S], 0 where the target lacks one, and True there."""
     draft = table[:, DRAFT : DRAFT + width]
     outside = (draft < 0) | (draft >= vocab_size)
     draft = draft.masked_fill(outside, 0)
@@ -402,7 +414,7 @@ def _fed(table: Tensor, vocab_size: int, width: int) -> tuple[Tensor, Tensor, Te
 
 
 def _trees(key: VerifyKey, table: Tensor) -> tuple[Tree | None, TreePass | None]:
-    """The rows' trees, and where the pass puts their tokens."""
+    """Return the rows' trees, and where the pass puts their tokens."""
     if not key.levels:
         return None, None
     parents = table[:, DRAFT + key.given.width :]
@@ -414,7 +426,7 @@ def _decide(
     logits: Tensor, inputs: VerifyInputs, draft: Tensor, outside: Tensor, tree: Tree | None, key: VerifyKey,
     sampling: Sampling, texts: History | None,
 ) -> tuple[Tensor, tuple[str, ...], tuple[Any, ...]]:  # fmt: skip
-    """From the pass's logits to what the host will read: the fields of `Packed`."""
+    """Compute what the host will read from the pass's logits: the fields of `Packed`."""
     q, numbers = inputs.q, inputs.table[:, :DRAFT].T
     totals, missing = numbers[TOTALS], None
     if tree is not None:
@@ -442,7 +454,7 @@ def _decide(
 
 
 def _wanted(block: Block, verdict: Verdict, key: VerifyKey) -> dict[str, Tensor]:
-    """The fields of `VerifyResult`, each with the slots first."""
+    """Compute the fields of `VerifyResult`; slots come first in every tensor."""
     record, top, logprobs = key.recorded
     assert verdict.unsound is not None
     wanted = {
@@ -466,12 +478,15 @@ def _wanted(block: Block, verdict: Verdict, key: VerifyKey) -> dict[str, Tensor]
     return wanted
 
 
-FEW = 4  # rows that are copied one by one faster than by one write, which must be told where they go
+FEW = 4  # up to so many rows are copied one by one faster than by one indexed write
 
 
 def put_rows(table: Tensor, rows: Mapping[int, Tensor], column: int = 0) -> None:
-    """table[b, column : column + len(rows[b])] = rows[b] for every b; table [B, S, ...], contiguous, rows [n, ...] on
-    any device."""
+    """Set table[b, column : column + len(rows[b])] = rows[b] for every b.
+
+    table [B, S, ...]: contiguous
+    rows [n, ...]: on any device
+    """
     lengths = {b: row.shape[0] for b, row in rows.items()}
     if len(rows) <= FEW:
         for b, row in rows.items():

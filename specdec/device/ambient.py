@@ -1,12 +1,12 @@
-"""Torch's ambient modes: what the caller's surroundings may not change in specdec's own work.
+"""Torch's ambient modes: what the caller has set may not change specdec's own work.
 
 A call, and each step of a generator, runs without gradients, outside `torch.inference_mode` (a tensor made inside could
 never be written to outside, and caches outlive calls), without autocast (models run in their own dtype, and so do their
 caches), with float32 as the default dtype and the CPU as the default device. The caller's modes are back after each
 call and between the steps of a generator.
 
-Left as they are, since they choose among implementations and not among results: deterministic algorithms, the
-precision of float32 products, anomaly detection, the choice of SDPA kernels.
+Left alone, because they choose implementations and not results: deterministic algorithms, the precision of float32
+products, anomaly detection, the choice of SDPA kernels.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ AUTOCAST = ("cpu", "cuda")
 
 @contextmanager
 def pinned() -> Iterator[None]:
-    """Inside, torch's ambient modes are specdec's. Costs a few microseconds where they were already."""
+    """Set torch's ambient modes to specdec's. Costs a few microseconds if they are set already."""
     if _are_pinned():
         yield
         return
@@ -63,7 +63,7 @@ class _DefaultDtype:
         self.before = torch.float32
 
     def enter(self) -> bool:
-        """Make it float32. Returns whether `leave` must be called."""
+        """Set it to float32. Returns True if `leave` must be called."""
         with self.lock:
             if self.users == 0:
                 self.before = torch.get_default_dtype()
@@ -97,6 +97,6 @@ class Steps(Generic[T]):
             return next(self.steps)
 
     def close(self) -> None:
-        """End early, as `close` of a generator does."""
+        """End early, like `close` of a generator."""
         with self.lock, pinned():
             self.steps.close()  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Tensors that belong together and keep their places: what a recorded program reads, and what it returns."""
+"""Tensors that belong together and keep their addresses: what a recorded function reads, and what it returns."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ B = TypeVar("B", bound="Buffers")
 
 
 class Buffers:
-    """Base of dataclasses whose fields are tensors, other `Buffers`, tuples of tensors, or None; anything else in a
-    field is fixed and is handed on as it is."""
+    """Base of dataclasses of tensors, other `Buffers`, tuples of tensors, or None; other fields are fixed."""
 
     # Copied and refilled every round: `dataclasses.fields` and `replace` took longer than the copies.
     __dataclass_fields__: dict[str, Any]
 
     def tensors(self) -> Iterator[Tensor]:
-        """Every tensor, field by field."""
+        """Yield every tensor, field by field."""
         for name in self.__dataclass_fields__:
             value = getattr(self, name)
             if isinstance(value, Tensor):
@@ -29,17 +28,17 @@ class Buffers:
                 yield from value
 
     def signature(self) -> tuple[Any, ...]:
-        """What `refill` needs to be the same: every tensor's shape and dtype, where there is none, and fixed fields."""
+        """Return what `refill` needs to be equal: shapes and dtypes of tensors, None, and fixed fields."""
         return tuple([_signed(getattr(self, name)) for name in self.__dataclass_fields__])
 
     def copies(self: B) -> B:
-        """The same values in tensors of their own."""
+        """Copy every tensor."""
         made = object.__new__(type(self))
         vars(made).update({name: _copied(getattr(self, name)) for name in self.__dataclass_fields__})
         return made
 
     def refill(self: B, new: B) -> None:
-        """Take over the values of another of the same signature, in place."""
+        """Copy values of the same signature in place."""
         for mine, theirs in zip(self.tensors(), new.tensors(), strict=True):
             mine.copy_(theirs, non_blocking=mine.is_cuda)
 

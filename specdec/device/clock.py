@@ -22,21 +22,21 @@ class Span(NamedTuple):
 class Clock:
     """Measures the phases of each pass.
 
-    What a pass has measured is added to `totals` (seconds by phase) when the host has nothing better to do: on a GPU
-    only after a host read that follows all of it. A phase that starts `early` belongs to the pass after this one.
+    `totals` (seconds by phase) grow in `settle`, while the host is idle: on a GPU only after a host read that follows
+    the pass. A phase that starts `early` belongs to the next pass.
     """
 
     def __init__(self, device: torch.device):
         self.cuda = device.type == "cuda"
         self.totals: dict[str, float] = defaultdict(float)
-        self.now: list[Span] = []  # of this pass
+        self.now: list[Span] = []  # this pass
         self.next: list[Span] = []  # started early
         self.past: list[Span] = []  # not added to `totals` yet
-        self.spare: list[torch.cuda.Event] = []  # to make an event takes longer than to record one
+        self.spare: list[torch.cuda.Event] = []  # making an event takes longer than recording one
 
     @contextmanager
     def phase(self, name: str, early: bool = False) -> Iterator[None]:
-        """Measure what happens inside."""
+        """Measure the block."""
         start = self._mark()
         yield
         (self.next if early else self.now).append(Span(name, start, self._mark()))
@@ -49,13 +49,13 @@ class Clock:
         return event
 
     def end_pass(self) -> list[Span]:
-        """The host has read what the pass came to; returns its spans."""
+        """End the pass, after the host has read its result; returns its spans."""
         spans, self.now, self.next = self.now, self.next, []
         self.past += spans
         return spans
 
     def seconds(self, spans: list[Span], *phases: str) -> dict[str, float]:
-        """Seconds of some phases of a pass."""
+        """Return seconds of some phases of a pass."""
         took = dict.fromkeys(phases, 0.0)
         for span in spans:
             if span.phase in took:

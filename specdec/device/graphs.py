@@ -1,18 +1,18 @@
-"""Programs recorded once and replayed: CUDA graphs, and the compiled variants that are recorded inside them.
+"""Functions recorded once and replayed: CUDA graphs, and the compiled variants that are recorded inside them.
 
 A pass of a model is hundreds of small kernels; launched one by one from Python they take longer than the GPU takes to
-run them. A graph replays them with one launch. It is fixed in everything but the contents of its inputs: shapes, the
-K/V length, the rows, and every address, those of weights and cache included. So a graph is made per key and per
-signature of its inputs (`Buffers.signature`), lives with the cache that it writes to (`RaggedCache.graphs`), is dropped
-when the model's weights have moved, and reads its inputs from buffers of its own that are refilled before each replay.
+run them. A graph replays them with one launch. Only the contents of its inputs may change: shapes, the K/V length, the
+rows and every address are fixed, those of weights and cache included. So a graph is made per key and per signature of
+its inputs (`Buffers.signature`), lives with the cache that it writes to (`RaggedCache.graphs`), is dropped when the
+model's weights have moved, and reads its inputs from buffers of its own that are refilled before each replay.
 
-What is recorded is a *program*: a function from `Buffers` to `Buffers` that computes on the device alone and is fully
-described by its key and that signature; so no key names a shape of its inputs, and none can forget one. One pass of a
-model is a program (`PassKey`); so are a pass with the acceptance behind it (decoding/verification.py) and all the draft
-steps of a round (drafters/draft_model/strategy.py). A program that cannot be recorded runs as it is, and the passes in
-it are recorded one by one.
+A *recorded function* maps `Buffers` to `Buffers`, computes on the device alone, and is fully described by its key and
+that signature; so no key names a shape of its inputs, and none can forget one. One pass of a model is such a function
+(`PassKey`); so are a pass with acceptance (decoding/verification.py) and all draft steps of a round
+(drafters/draft_model/core.py). A function that cannot be recorded is simply called, and its passes are recorded one by
+one.
 
-Recording is behind the small `Recorder` protocol, so that everything else here runs, and is tested, without a GPU.
+Recording hides in the small `Recorder` protocol, so that all else here runs, and is tested, without a GPU.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from specdec.device.transfer import sync_allowed
 from specdec.errors import SpecdecError
 
 MODES = ("off", "graph", "inductor", "max")
-# A graph of a large model takes some megabytes beside its pool, and prompts of many lengths would make many.
+# A graph of a large model takes some megabytes outside its pool, and prompts of many lengths would make many.
 PREFILL_LIMIT = 64
 
 log = logging.getLogger("specdec")
@@ -42,13 +42,13 @@ _recording = threading.Lock()
 
 
 def check_compile(value: Any) -> None:
-    """Raise SpecdecError for a value that `compile` cannot have."""
+    """Raise SpecdecError for an unknown value of `compile`."""
     if not isinstance(value, str) or value not in ("auto", *MODES):
         raise SpecdecError(f"compile must be 'auto', {', '.join(map(repr, MODES))}, got {value!r}")
 
 
 def choose_mode(value: str, model: Any, device: torch.device) -> str:
-    """The mode of one model: `auto` = graphs on a CUDA device, off elsewhere. Warns where a wish cannot be met."""
+    """Choose the mode of one model: `auto` = graphs on a CUDA device, off elsewhere. Warns if `value` cannot be had."""
     check_compile(value)
     if value == "off" or (value == "auto" and device.type != "cuda"):
         return "off"
@@ -63,15 +63,15 @@ def choose_mode(value: str, model: Any, device: torch.device) -> str:
 
 
 class Key(Protocol):
-    """A named tuple: everything that a program depends on beside its inputs and their signature."""
+    """A named tuple of all that a recorded function depends on, except its inputs and their signature."""
 
     @property
     def passes(self) -> int:
-        """Passes of the model in it."""
+        """Passes of the model in the function."""
 
     @property
     def is_prefill(self) -> bool:
-        """Whether it is prefill, which is recorded only when it occurs for the second time."""
+        """True for prefill, which is recorded only when its key comes again."""
 
 
 I = TypeVar("I", bound=Buffers)  # noqa: E741
@@ -79,30 +79,29 @@ R = TypeVar("R", bound=Buffers)
 
 
 class Recorder(Protocol):
-    """Makes a program repeatable."""
+    """Makes a function repeatable."""
 
     def warm_up(self, run: Callable[[], Buffers]) -> None:
-        """Run once before recording, so that whatever allocates or compiles on first use has done so."""
+        """Run once before recording, so that first-use allocation and compilation are over."""
 
     def record(self, run: Callable[[], R]) -> tuple[Callable[[], None], R]:
-        """Returns (replay, result): `replay()` does what `run` did, from the same input buffers into `result`."""
+        """Return (replay, result): `replay()` does what `run` did, from the same input buffers into `result`."""
 
 
 @cache
 def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream for runs before recording. One a device: cuBLAS keeps tens of megabytes for each stream it met."""
+    """Return the stream for warm-up, one per device: cuBLAS keeps tens of megabytes for each stream it met."""
     return torch.cuda.Stream(device)
 
 
 class CudaRecorder:
-    """CUDA graphs of one model, which share one pool of memory: they never run at the same time, and what they
-    return is copied before the next one runs.
+    """CUDA graphs of one model, in one pool of memory: they never run at the same time, and what they return is copied
+    before the next one runs.
 
-    They are recorded on a stream of their own. cuBLAS takes the workspace of a stream where nothing has run yet from
-    their pool, where it stays as long as they do. A workspace that was there before is freed when anybody clears
-    those of the process, as torch.compile does before it records graphs of its own, and the next replay would write
-    to memory that is somebody else's by then. (torch has 32 streams a device, which it hands out in turns: a process
-    that takes many more can get one that has run.)
+    They are recorded on a stream of their own, so that cuBLAS takes its workspace for that stream from their pool, and
+    it lives as long as they do. An older workspace is freed when anybody clears those of the process, as torch.compile
+    does before it records graphs of its own; the next replay would then write to memory that is somebody else's.
+    (torch hands out 32 streams per device in turns: a process that takes many more can get one that has run.)
     """
 
     def __init__(self, device: torch.device):
@@ -112,15 +111,15 @@ class CudaRecorder:
     def _open(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(self.device)
-        # That workspace outlives the graphs of a cache that is given up. A pool with memory but without graphs takes
-        # no new ones, so one that does nothing stays for as long as the recorder does.
+        # The workspace outlives the graphs of a cache that is given up. A pool with memory but without graphs takes no
+        # new ones, so an empty graph stays as long as the recorder does.
         self.anchor = torch.cuda.CUDAGraph()
         with warnings.catch_warnings(), self._into(self.anchor):
             warnings.filterwarnings("ignore", "The CUDA Graph is empty")
 
     @contextmanager
     def _into(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-        """What runs inside becomes part of `graph`."""
+        """Record the block into `graph`."""
         with (
             torch.cuda.device(self.device),
             torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"),
@@ -143,7 +142,7 @@ class CudaRecorder:
                 result = run()
         except RuntimeError:
             # Pool and generator still take the broken recording for open: the next one would fail with it, and so
-            # would everything that draws from the device's generator.
+            # would everything that uses the device's generator.
             self._open()
             random.graphsafe_set_state(state)
             raise
@@ -152,24 +151,26 @@ class CudaRecorder:
 
 @dataclass(frozen=True)
 class Recorded(Generic[I, R]):
-    """A program that can be replayed: its input buffers, and the result that a replay fills."""
+    """A function that can be replayed: its input buffers, and the result that a replay fills."""
 
     inputs: I
     replay: Callable[[], None]
     result: R
 
     def __call__(self, inputs: I) -> R:
-        """The result is the caller's own: another program may use the graph's memory for something else."""
+        """Replay; the result is a copy, because other graphs share this one's memory."""
         self.inputs.refill(inputs)
         self.replay()
         return self.result.copies()
 
 
 class Graphs:
-    """The recorded programs of one model: counted, timed, and given up for good, kind by kind, where recording fails.
+    """The recorded functions of one model. A kind whose recording fails is never recorded again.
 
-    captures: programs recorded so far; seconds: time that took, warm-up and compilation included; failures: kind of
-    program -> why it is not recorded; busy: a recording is going on, so that passes inside it just run.
+    captures: functions recorded so far
+    seconds: time that took, warm-up and compilation included
+    failures: kind of function -> why it is not recorded
+    busy: a recording is going on, so passes inside it just run
     """
 
     def __init__(self, recorder: Recorder, name: str):
@@ -180,26 +181,28 @@ class Graphs:
         self.busy = False
 
     def run(self, known: dict[Hashable, Any], key: Key, inputs: I, compute: Callable[[I], R]) -> R:
-        """Replay the program of `key` for inputs of this signature in `known`, the cache's own; record it first where
-        it is new. Prefill is computed the first time: most prompts never come again."""
+        """Replay `compute` from `known`, the recordings of a cache; record it first if key or signature are new.
+
+        Prefill is computed the first time: most prompts never come again.
+        """
         kind = type(key).__name__
         if self.busy or kind in self.failures:
             return compute(inputs)
         place = (kind, inputs.signature()), key
-        program: Recorded[I, R] | None = known.get(place)
-        if program is None and key.is_prefill and (place not in known or _recorded_prefills(known) >= PREFILL_LIMIT):
+        recorded: Recorded[I, R] | None = known.get(place)
+        if recorded is None and key.is_prefill and (place not in known or _recorded_prefills(known) >= PREFILL_LIMIT):
             known[place] = None
             return compute(inputs)
-        if program is None:
+        if recorded is None:
             started = time.perf_counter()
             # What another thread runs on the side stream would become part of the recording.
             with _recording, sync_allowed(next(inputs.tensors()).device):
-                program = self._record(kind, inputs, compute)
+                recorded = self._record(kind, inputs, compute)
             self.seconds += time.perf_counter() - started
-            if program is None:
+            if recorded is None:
                 return compute(inputs)
-            known[place] = program
-        return program(inputs)
+            known[place] = recorded
+        return recorded(inputs)
 
     def _record(self, kind: str, inputs: I, compute: Callable[[I], R]) -> Recorded[I, R] | None:
         fixed = inputs.copies()
@@ -211,7 +214,7 @@ class Graphs:
             finally:
                 self.busy = False
 
-        # A program that fails here fails eagerly as well: that is the caller's error, and not one of recording.
+        # A function that fails here fails eagerly as well: that is the caller's error, not one of recording.
         self.recorder.warm_up(run)
         try:
             replay, result = self.recorder.record(run)
@@ -223,10 +226,10 @@ class Graphs:
 
     def _give_up(self, kind: str, reason: str) -> None:
         self.failures[kind] = reason
-        how = "runs eagerly: its passes" if kind == "PassKey" else "is replayed pass by pass: larger programs"
+        how = "runs eagerly: its passes" if kind == "PassKey" else "is replayed pass by pass: larger functions"
         log.warning("%s %s cannot be recorded (%s)", self.name, how, reason)
 
 
 def _recorded_prefills(known: dict[Any, Any]) -> int:
-    """How many passes of prefill are recorded."""
-    return sum(program is not None and key.is_prefill for (_, key), program in known.items())
+    """Count the recorded passes of prefill."""
+    return sum(recorded is not None and key.is_prefill for (_, key), recorded in known.items())

@@ -22,8 +22,8 @@ class Packed(Buffers):
     """Named tensors on their way to the host.
 
     flat [n]: all of them as float64, which holds token ids, lengths and float32 values exactly
-    names: what each is called
-    forms: each one's shape, and whether it is of floats
+    names: the name of each
+    forms: (shape, True for floats) of each
     """
 
     flat: Tensor
@@ -31,7 +31,7 @@ class Packed(Buffers):
     forms: tuple[Form, ...]
 
     def __getitem__(self, name: str) -> Tensor:
-        """One of the tensors again, still on the device."""
+        """Return one of the tensors, still on the device."""
         index = self.names.index(name)
         offset = sum(math.prod(shape) for shape, _ in self.forms[:index])
         shape, of_floats = self.forms[index]
@@ -48,7 +48,7 @@ class Packed(Buffers):
 
 @dataclass(frozen=True)
 class Arriving:
-    """Packed tensors on their way: `flat` on the host, to be looked at after `event`."""
+    """Packed tensors on their way: `flat` on the host, to be read after `event`."""
 
     flat: Tensor
     names: tuple[str, ...]
@@ -57,30 +57,30 @@ class Arriving:
 
     @staticmethod
     def of(packed: Packed) -> Arriving:
-        """Start the transfer. What is launched behind it does not delay it."""
+        """Start the transfer. Kernels launched later do not delay it."""
         flat, event = fetched(packed.flat)
         return Arriving(flat, packed.names, packed.forms, event)
 
 
 class HostReader:
-    """The only way values come back from the device: counted, and one transfer a call. `count`: transfers so far."""
+    """The only way values come back from the device, one transfer per read. `count`: transfers so far."""
 
     def __init__(self) -> None:
         self.count = 0
 
     def read(self, *tensors: Tensor) -> list[Any]:
-        """The tensors as nested lists of Python numbers, ints where the tensor was integral or boolean."""
+        """Return tensors as nested lists of Python numbers, ints for integral or boolean tensors."""
         if tensors:
             return self.fetch(Arriving.of(Packed.of({str(i): t for i, t in enumerate(tensors)})))
         self.count += 1
         return []
 
     def fetch_named(self, arriving: Arriving) -> dict[str, Any]:
-        """The same of tensors that are on their way already, by their names."""
+        """Wait for tensors on their way; returns their lists by name."""
         return dict(zip(arriving.names, self.fetch(arriving), strict=True))
 
     def fetch(self, arriving: Arriving) -> list[Any]:
-        """The same of tensors that are on their way already, in order."""
+        """Wait for tensors on their way; returns their lists in order."""
         self.count += 1
         if arriving.event is not None:
             arriving.event.synchronize()

@@ -1,4 +1,4 @@
-"""What the host may do while the device works, and how tensors get there."""
+"""Transfers between host and device that do not make the host wait."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 @contextmanager
 def sync_allowed(device: torch.device) -> Iterator[None]:
-    """Suspend `torch.cuda.set_sync_debug_mode`, with which a caller can prove that nothing else waits."""
+    """Suspend `torch.cuda.set_sync_debug_mode`, by which a caller can prove that nothing else waits."""
     if device.type != "cuda":
         yield
         return
@@ -26,19 +26,20 @@ def sync_allowed(device: torch.device) -> Iterator[None]:
 
 
 def sent(values: Tensor, device: torch.device) -> Tensor:
-    """A host tensor on `device`, without making the host wait: to a GPU from pinned memory."""
+    """Send a host tensor to `device` without making the host wait: to a GPU from pinned memory."""
     return moved(values.pin_memory() if device.type == "cuda" else values, device)
 
 
 def moved(values: Tensor, device: torch.device) -> Tensor:
-    """`values` on `device`. On its way to a GPU nobody waits: what reads it there comes later. On its way to the host
-    the host must: it would read memory that is not written yet."""
+    """Move `values` to `device`. Only the host waits, if they come to it: it would read memory not written yet."""
     return values.to(device, non_blocking=device.type == "cuda")
 
 
 def fetched(values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """`values` on their way to the host, and the event before which nobody may look at them (None: they are there).
-    What is launched behind this does not delay them."""
+    """Start moving `values` to the host; returns them and the event to wait for before reading (None: they are there).
+
+    Kernels launched later do not delay them.
+    """
     if not values.is_cuda:
         return values if values.device.type == "cpu" else values.cpu(), None
     with torch.cuda.device(values.device):
@@ -50,11 +51,11 @@ def fetched(values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
 
 
 def array_on(values: np.ndarray, device: torch.device) -> Tensor:
-    """A host array as a tensor on `device`, without making the host wait for the device."""
+    """Send a host array to `device` without making the host wait."""
     return sent(torch.from_numpy(values), device)
 
 
 def to_device(values: Any, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """A host list as a tensor on `device`, without making the host wait for the device."""
+    """Send a host list to `device` without making the host wait."""
     # Through numpy: torch reads nested lists ten times slower.
     return array_on(np.array(values), device).to(dtype)

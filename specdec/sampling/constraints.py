@@ -1,22 +1,21 @@
 """Processors with a state: constrained text, and anything else whose state is a function of the prefix.
 
 A `LogitsProcessor` that remembers earlier calls breaks under speculative decoding: it is shown drafted prefixes that
-are rejected afterwards. Such a processor says instead how its state follows the text, and specdec keeps the states:
+are rejected later. Such a processor says how its state follows from the text instead, and specdec keeps the states:
 
     start(prompt) -> state            the state after the prompt
-    advance(state, token) -> state    the state after one more token, `state` itself left as it was; None = the token
-                                      cannot follow, and no text with it will ever be emitted
-    process(state, scores) -> scores  float32 [V], what the state makes of the target's or the draft's scores
+    advance(state, token) -> state    the state after one more token, `state` itself unchanged; None = the token cannot
+                                      follow, and no text with it is ever emitted
+    process(state, scores) -> scores  float32 [V], the target's or the draft's scores in this state
 
 `Constraint` is the usual case, where `allowed(state)` names the tokens that may follow. `MatcherConstraint` is for
 libraries whose matcher moves along one text and can be rolled back. `Grammar` is one of those: regular expressions,
 JSON schemas and Lark grammars through llguidance (`pip install specdec[grammar]`).
 
-States are kept per row as a tree of the continuations seen, so that a position costs one `advance`, whether the draft
-or the target came there first; tokens behind a forbidden one are never looked at. Where everything that is allowed has
-score -inf already, the allowed tokens are forced, as transformers does it for `prefix_allowed_tokens_fn`. Masks apply
-to the draft's scores before anything is sampled, hence to q: a forbidden token has p = q = 0. The draft is never cut at
-a sampled token.
+States are kept per row as a tree of the continuations seen, so a position costs one `advance` for draft and target
+together; tokens after a forbidden one are never looked at. If every allowed token has score -inf, these tokens are
+forced, as in transformers' `prefix_allowed_tokens_fn`. Masks apply to the draft's scores before anything is sampled,
+hence to q: a forbidden token has p = q = 0. The draft is never cut at a sampled token.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ class PrefixProcessor(Protocol):
     """A processor whose state is a function of the prefix; see the module's docstring."""
 
     def start(self, prompt: Sequence[int]) -> Any:
-        """The state after the prompt."""
+        """Return the state after the prompt."""
 
     def advance(self, state: Any, token: int) -> Any:
-        """The state after one more token, or None where it cannot follow. Must leave `state` as it is."""
+        """Return the state after one more token, or None if it cannot follow. Must not change `state`."""
 
     def process(self, state: Any, scores: Tensor) -> Tensor:
-        """Scores [V] float32 -> scores [V]."""
+        """Process scores [V] float32 -> [V]."""
 
 
 class Constraint:
@@ -58,7 +57,7 @@ class Constraint:
         raise NotImplementedError
 
     def allowed(self, state: Any) -> Tensor | Sequence[int]:
-        """The tokens that may follow: ids, or bool [n] on the CPU (ids from n on are forbidden)."""
+        """Return the tokens that may follow: ids, or bool [n] on the CPU (ids from n on are forbidden)."""
         raise NotImplementedError
 
     def process(self, state: Any, scores: Tensor) -> Tensor:
@@ -67,8 +66,7 @@ class Constraint:
 
 
 class AllowedTokens(Constraint):
-    """transformers' `prefix_allowed_tokens_fn(prompt number, ids) -> allowed ids`, asked once for each prefix, and
-    never for one that it has itself forbidden."""
+    """transformers' `prefix_allowed_tokens_fn(prompt number, ids) -> allowed ids`, asked once per allowed prefix."""
 
     def __init__(self, allowed: Callable[[int, Tensor], Sequence[int]], prompt: int, device: torch.device):
         self._ask, self._prompt, self._device = allowed, prompt, device
@@ -86,8 +84,10 @@ class AllowedTokens(Constraint):
 
 
 def _flat_ids(allowed: Any) -> list[int]:
-    """The ids that prefix_allowed_tokens_fn gave: a list, nested or not, an array or a tensor, also a mask. Raises
-    SpecdecError for anything else."""
+    """Read the ids that prefix_allowed_tokens_fn gave: a list, nested or not, an array, a tensor, or a mask.
+
+    Raises SpecdecError for anything else.
+    """
     try:
         ids = torch.as_tensor(np.asarray(allowed.cpu() if isinstance(allowed, Tensor) else allowed)).flatten()
     except (TypeError, ValueError, RuntimeError):
@@ -100,7 +100,7 @@ def _flat_ids(allowed: Any) -> list[int]:
 
 
 def _as_mask(allowed: Tensor | Sequence[int], vocab: int) -> Tensor:
-    """bool [vocab] on the CPU."""
+    """Make a mask, bool [vocab] on the CPU."""
     mask = torch.zeros(vocab, dtype=torch.bool)
     if isinstance(allowed, Tensor) and allowed.dtype == torch.bool:
         mask[: len(allowed)] = allowed.cpu()[:vocab]
@@ -118,19 +118,19 @@ class _Node:
 
 
 class PrefixStates:
-    """One row's states of one processor. `size`: ids of the text that is certain, prompt included."""
+    """One row's states of one processor. `size`: ids of the emitted text, prompt included."""
 
     def __init__(self, processor: PrefixProcessor, prompt: Sequence[int]):
         self.processor, self.size = processor, len(prompt)
         self.root: _Node | None = _Node(processor.start(prompt))
 
     def commit(self, tokens: Sequence[int]) -> None:
-        """The text has grown by `tokens`; continuations that branch off earlier are forgotten."""
+        """Move on by emitted `tokens`; other continuations are forgotten."""
         self.root = self.at(tokens)
         self.size += len(tokens)
 
     def at(self, tokens: Sequence[int]) -> _Node | None:
-        """The state after the certain text and `tokens`; None where they cannot follow."""
+        """Return the state after the emitted text and `tokens`; None if they cannot follow."""
         node = self.root
         for token in tokens:
             if node is None:
@@ -142,13 +142,13 @@ class PrefixStates:
         return node
 
     def mask(self, node: _Node, vocab: int) -> Tensor | None:
-        """The allowed tokens as bool [vocab] on the CPU; None for a processor that is no constraint."""
+        """Return the allowed tokens as bool [vocab] on the CPU; None for a processor that is no constraint."""
         if node.mask is None and isinstance(self.processor, Constraint):
             node.mask = _as_mask(self.processor.allowed(node.state), vocab)
         return node.mask
 
     def process(self, node: _Node, scores: Tensor) -> Tensor:
-        """Scores [V] -> scores [V]."""
+        """Process scores [V] -> [V]."""
         return self.processor.process(node.state, scores)
 
 
@@ -156,18 +156,18 @@ class Matcher(Protocol):
     """An automaton that moves along one text."""
 
     def accept(self, token: int) -> bool:
-        """Move on by one token; False, and no move, where the token cannot follow."""
+        """Move on by one token; False, and no move, if the token cannot follow."""
 
     def rollback(self, n: int) -> None:
         """Take back the newest `n` tokens."""
 
     def mask(self) -> Tensor | Sequence[int]:
-        """What may follow, as `Constraint.allowed` says it."""
+        """Return what may follow, as `Constraint.allowed` does."""
 
 
 @dataclass(eq=False)
 class _Place:
-    """A place of the text that a matcher can be at."""
+    """A place in the text where a matcher can be."""
 
     cursor: _Cursor
     parent: _Place | None = None
@@ -204,6 +204,7 @@ class MatcherConstraint(Constraint):
     """A constraint made of a matcher with rollback: subclasses give `matcher(prompt)`, a new one for each row."""
 
     def matcher(self, prompt: Sequence[int]) -> Matcher:
+        """Make the matcher of a row."""
         raise NotImplementedError
 
     def start(self, prompt: Sequence[int]) -> _Place:
@@ -225,9 +226,11 @@ class MatcherConstraint(Constraint):
 class Grammar(MatcherConstraint):
     """Output that follows a grammar; the prompt is not part of it. The text may end where the grammar may.
 
-    grammar: llguidance's form of it (`regex`, `json_schema` and `lark` make one); tokenizer: the target's, a fast one;
-    eos_token_id: ids that end the text, None = the tokenizer's. Raises SpecdecError without llguidance and for a
-    grammar that it refuses. Source: https://github.com/guidance-ai/llguidance.
+    grammar: in llguidance's form (`regex`, `json_schema` and `lark` make one)
+    tokenizer: the target's, a fast one
+    eos_token_id: ids that end the text; None = the tokenizer's
+    Raises SpecdecError without llguidance and for a grammar that it refuses.
+    Source: https://github.com/guidance-ai/llguidance.
     """
 
     def __init__(self, grammar: str, tokenizer: Any, eos_token_id: int | Sequence[int] | None = None):
@@ -240,14 +243,14 @@ class Grammar(MatcherConstraint):
 
     @classmethod
     def regex(cls, pattern: str, tokenizer: Any, eos_token_id: int | Sequence[int] | None = None) -> Grammar:
-        """The whole output matches a regular expression (Rust's syntax)."""
+        """Make output match a regular expression (Rust's syntax) as a whole."""
         return cls(_llguidance().LLMatcher.grammar_from_regex(pattern), tokenizer, eos_token_id)
 
     @classmethod
     def json_schema(
         cls, schema: str | Mapping[str, Any], tokenizer: Any, eos_token_id: int | Sequence[int] | None = None
     ) -> Grammar:
-        """The output is JSON that the schema accepts."""
+        """Make output JSON that the schema accepts."""
         library = _llguidance()
         try:
             text = schema if isinstance(schema, str) else json.dumps(dict(schema))
@@ -257,7 +260,7 @@ class Grammar(MatcherConstraint):
 
     @classmethod
     def lark(cls, text: str, tokenizer: Any, eos_token_id: int | Sequence[int] | None = None) -> Grammar:
-        """The output follows a Lark grammar with the rule `start`."""
+        """Make output follow a Lark grammar with the rule `start`."""
         return cls(_llguidance().LLMatcher.grammar_from_lark(text), tokenizer, eos_token_id)
 
     def matcher(self, prompt: Sequence[int]) -> Matcher:
@@ -293,7 +296,7 @@ _TABLES: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
 
 
 def _token_table(tokenizer: Any, eos: int | Sequence[int] | None) -> Any:
-    """The tokenizer as llguidance sees it; made once, because that takes a second for a large vocabulary."""
+    """Make llguidance's form of a tokenizer, once: it takes a second for a large vocabulary."""
     key = eos if eos is None or isinstance(eos, int) else tuple(eos)
     try:
         made = _TABLES.setdefault(tokenizer, {})

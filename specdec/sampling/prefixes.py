@@ -1,10 +1,9 @@
-"""The prefixes that the laws of a pass follow: what processors that read the text need to see.
+"""The prefix of every distribution in a pass: what processors that read the text need to see.
 
-A pass has B rows and S columns; the law at (row, column) follows the row's known ids and the fed tokens on the path
-to that column (a chain's is every column before it, a tree's its ancestors). `History` says which those are;
-`Prefixes` gives them as tensors: lengths are known on the host, the newest ids of all prefixes come from one gather,
-and how often an id occurs from one count per row plus a matrix product over the fed tokens. Nothing is read back from
-the device.
+A pass has B rows and S columns. The prefix of (row, column) is the row's known ids and the fed tokens on the path to
+that column: in a chain all columns up to it, in a tree its ancestors and itself. `History` names them; `Prefixes` gives
+them as tensors: lengths are known on the host, the newest ids of all prefixes come from one gather, and counts of ids
+from one count per row plus a matrix product over the fed tokens. Nothing is read back from the device.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from specdec.device.transfer import moved, to_device
 
-_PAST_THE_START = -1  # stands where a prefix is shorter than what is asked of it
+_PAST_THE_START = -1  # in place of an id before the start of a prefix
 _PAST_THE_END = -2  # pads known texts of different lengths; never equal to the other
 
 
@@ -27,10 +26,12 @@ _PAST_THE_END = -2  # pads known texts of different lengths; never equal to the 
 class History:
     """What processors need to see: for each row the ids known before this pass, and the ids the pass feeds.
 
-    known: row -> int64 [n] on the device, ending before the first fed token, or None for an idle row;
-    fed [B, S]; processors: row -> processors of that row; counts: row -> how many columns of `fed` are
-    text (the rest is padding, which processors never see); paths: row -> column -> the columns from the root to that
-    column, itself included, for trees. None, for all or for one row: a chain, whose column s follows 0..s - 1.
+    known: per row int64 [n] on the device, ending before the first fed token; None for an idle row
+    fed [B, S]: ids that the pass feeds
+    processors: per row its processors; None for an idle row
+    counts: per row the columns of `fed` that are text; the rest is padding, which processors never see
+    paths: with trees, per row and column the columns from the root to it, itself included; None, for all or for one
+        row: a chain
     """
 
     known: Sequence[Tensor | None]
@@ -40,12 +41,12 @@ class History:
     paths: Sequence[Sequence[Sequence[int]] | None] | None = None
 
     def path(self, row: int, column: int) -> Sequence[int]:
-        """The columns whose tokens lie between the known ids and the law at `column`."""
+        """Return the columns whose tokens follow the known ids in the prefix of `column`."""
         paths = self.paths[row] if self.paths is not None else None
         return range(min(column + 1, self.fed.shape[1])) if paths is None else paths[column]
 
     def prefix(self, row: int, column: int) -> Tensor:
-        """The ids that the law at `column` follows, int64 [n]."""
+        """Return the prefix of `column`, int64 [n]."""
         known = self.known[row]
         assert known is not None
         path = self.path(row, column)
@@ -53,12 +54,12 @@ class History:
         return torch.cat([known, fed.to(known.device)])
 
     def active(self) -> list[int]:
-        """Rows that have processors and text."""
+        """List rows that have processors and text."""
         return [b for b, p in enumerate(self.processors) if p is not None and self.known[b] is not None]
 
 
 class Prefixes:
-    """The prefixes of a pass as tensors on `device`. Columns that are padding hold made-up prefixes: nobody looks."""
+    """The prefixes of a pass as tensors on `device`. Padding columns hold arbitrary values; they are never read."""
 
     def __init__(self, history: History, columns: int, device: torch.device):
         self.history, self.columns, self.device = history, columns, device
@@ -67,7 +68,7 @@ class Prefixes:
         self._exact: dict[tuple[int, int], Tensor] = {}
 
     def prefix(self, row: int, column: int) -> Tensor:
-        """One prefix, int64 [n]."""
+        """Return one prefix, int64 [n]."""
         key = (row, column)
         if key not in self._exact:
             self._exact[key] = self.history.prefix(row, column).to(self.device)
@@ -91,14 +92,14 @@ class Prefixes:
 
     @cached_property
     def known(self) -> Tensor:
-        """Known ids [B, N], padded behind."""
+        """Known ids [B, N], padded at the end."""
         empty = torch.empty(0, dtype=torch.int64, device=self.device)
         rows = [empty if k is None else moved(k, self.device) for k in self.history.known]
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=_PAST_THE_END)
 
     @cached_property
     def on_path(self) -> Tensor:
-        """Whether the token fed at the last axis' column belongs to the prefix, bool [B, S, F]."""
+        """True where the token fed at column f belongs to the prefix, bool [B, S, F]."""
         width = self.fed.shape[1]
         if self.history.paths is None:
             chain = torch.ones(self.columns, width, dtype=torch.bool, device=self.device).tril()
@@ -107,7 +108,7 @@ class Prefixes:
         return to_device(member, self.device, torch.bool)
 
     def tail(self, size: int) -> Tensor:
-        """The newest `size` ids of every prefix [B, S, size], oldest first."""
+        """Gather the newest `size` ids of every prefix [B, S, size], oldest first."""
         text = torch.nn.functional.pad(torch.cat([self.known, self.fed], dim=1), (1, 0), value=_PAST_THE_START)
         first_fed = text.shape[1] - self.fed.shape[1]
         index = []
@@ -118,7 +119,7 @@ class Prefixes:
         return text.gather(1, where).reshape(self.rows, self.columns, size)
 
     def occurrences(self, vocab: int, start: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """How often ids occur in every prefix from position `start[b]` on.
+        """Count ids in every prefix from position `start[b]` on.
 
         Returns (ids [B, J], counts [B, S, J] float32): J covers every id that can occur, some more than once.
         """
@@ -137,7 +138,7 @@ class Prefixes:
         return ids, table.gather(1, ids)[:, None] + self.on_path.to(torch.float32) @ equal.to(torch.float32)
 
     def where(self, condition: Callable[[Any, int], bool], rows: Sequence[Any]) -> Tensor | None:
-        """`condition(processor of the row, length of the prefix)` as bool [B, S, 1]; None where it holds nowhere."""
+        """Evaluate condition(row's processor, length of the prefix) -> bool [B, S, 1]; None if it holds nowhere."""
         held = [
             [p is not None and condition(p, n) for n in lengths] for p, lengths in zip(rows, self.lengths, strict=True)
         ]

@@ -1,19 +1,19 @@
-"""What a user's logits processor must be, and how far that can be checked: a function of (input_ids, scores).
+"""Checks that a user's logits processor is a function of (input_ids, scores), as far as that can be checked.
 
 Under speculative decoding a processor is called on drafted prefixes that may be rejected, on several of one length,
-and for the draft model as well as for the target. One whose result depends on its earlier calls then changes the law
-of the output. Classes of transformers that are known to do so are refused by name. Others are tried out on copies at
-the start of a call: the same call twice, and the same call after other calls, must give the same result, and
-repeating a call must leave the object as it was. What keeps its state elsewhere (a closure, a global, the random
-generator of torch) can only be caught by its results, so the check is no proof.
+and for the draft model as well as for the target. If its result depends on earlier calls, it changes the output's
+distribution. Classes of transformers that are known to do so are refused by name. Others are tried out on copies at the
+start of a call: the same call twice, and the same call after other calls, must give the same result, and repeating a
+call must not change the object. State kept elsewhere (a closure, a global, torch's random generator) only shows in the
+results, so the check is no proof.
 
 A processor that changes its attributes but not its results - a logger, a timer - says so with `prefix_only = True`.
 One whose state follows the text belongs into `specdec.sampling.constraints`.
 
 transformers calls a processor with all rows at once, so that it may treat row i in its own way: by an index, or by
-tensors with a row each. Whether it does is tried out too (`knows_its_row`), on the prompts and made-up texts after
-them; `by_row = True` or `False` on the processor says it for sure. The texts of other rows it never sees: rows are
-decoded each by itself, so a processor that mixes rows does what it does to one.
+tensors with a row each. That is tried out too (`knows_its_row`), on the prompts and made-up texts after them;
+`by_row = True` or `False` on the processor settles it. A processor never sees the texts of other rows, because each row
+is decoded by itself: one that mixes rows mixes copies of one row.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from specdec.errors import SpecdecError
 from specdec.sampling.constraints import PrefixProcessor
 from specdec.sampling.processors import AllRows, knows_no_row
 
-# Why each cannot see speculative prefixes; names, because some of them exist in some versions only.
+# Why each cannot see speculative prefixes; by name, because some exist in some versions only.
 REFUSED = {
     "UnbatchedClassifierFreeGuidanceLogitsProcessor": "it runs the model itself and keeps a cache of its calls",
-    "ClassifierFreeGuidanceLogitsProcessor": "it needs a second, unconditional row beside every row",
-    "DiaClassifierFreeGuidanceLogitsProcessor": "it needs a second, unconditional row beside every row",
+    "ClassifierFreeGuidanceLogitsProcessor": "it needs a second, unconditional row for every row",
+    "DiaClassifierFreeGuidanceLogitsProcessor": "it needs a second, unconditional row for every row",
     "DiaEOSDelayPatternLogitsProcessor": "it remembers in which step a channel ended",
     "SynthIDTextWatermarkLogitsProcessor": "it counts its calls and remembers their contexts",
     "WhisperNoSpeechDetection": "it keeps the inputs and results of earlier calls",
@@ -87,7 +87,7 @@ _MOST_NUMBERS = 1 << 26  # scores in all trials of one processor
 def knows_its_row(
     processor: Any, prompts: Sequence[Sequence[int]], longest: int, vocab: int, device: torch.device
 ) -> bool:  # fmt: skip
-    """Whether a processor treats the rows of a call differently. prompts: of all rows; longest: most new tokens."""
+    """True if a processor treats the rows of a call differently. prompts: of all rows; longest: most new tokens."""
     rows, said = len(prompts), getattr(processor, "by_row", None)
     beams = getattr(processor, "_num_beams", 1) if isinstance(processor, PrefixConstrainedLogitsProcessor) else 1
     if rows % beams:
@@ -103,7 +103,7 @@ def knows_its_row(
         ids = text.to(device)[None]
         together = _call(tried, ids.expand(rows, -1), scores.expand(rows, -1))
         if together is None or together.shape != (rows, vocab):
-            return False  # it does not take a batch, or not this text: the real call will say why
+            return False  # it does not take a batch, or not this text: the real call says why
         alone = _call(tried, ids, scores)
         if alone is None or alone.shape != (1, vocab) or not _close(together, together[:1]):
             _try_out(AllRows(processor, rows), prompts[0], vocab, device)
@@ -112,7 +112,7 @@ def knows_its_row(
 
 
 def _texts(prompts: Sequence[Sequence[int]], longest: int, vocab: int, generator: torch.Generator) -> list[Tensor]:
-    """A few prompts, and texts that go on after the first with made-up tokens."""
+    """Make trial texts: a few prompts, and the first one with made-up tokens after it."""
     few = [torch.tensor(ids) for ids in dict.fromkeys(tuple(prompt) for prompt in prompts)][:3]
     more = torch.randint(vocab, (max(_MADE_UP),), generator=generator)
     return few + [torch.cat([few[0], more[:n]]) for n in _MADE_UP if n < longest]
@@ -123,7 +123,7 @@ def _close(a: Tensor, b: Tensor) -> bool:
 
 
 def _call(processor: Any, ids: Tensor, scores: Tensor) -> Tensor | None:
-    """The result, or None where the processor does not take a made-up text; the real call will say why."""
+    """Call a processor; None if it does not take a made-up text: the real call says why."""
     try:
         result = processor(ids.clone(), scores.clone())
     except Exception:
@@ -136,12 +136,12 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def _shared(value: Any) -> bool:
-    """Things that are too large to copy, and that processors do not change."""
+    """True for what is too large to copy, and what processors do not change."""
     return isinstance(value, torch.nn.Module) or hasattr(value, "convert_ids_to_tokens")
 
 
 def _copy(processor: Any) -> Any:
-    """A copy with a state of its own, as far as it can be copied; functions are used as they are."""
+    """Copy a processor and its state if possible; functions are returned unchanged."""
     if hasattr(processor, "__code__") or not hasattr(processor, "__dict__"):
         return processor
     try:
@@ -154,7 +154,7 @@ def _copy(processor: Any) -> Any:
 
 
 def _state(processor: Any) -> dict[str, Any]:
-    """Attributes as comparable values."""
+    """Return attributes as comparable values."""
     if hasattr(processor, "__code__"):
         return {}
     return {name: _frozen(value) for name, value in getattr(processor, "__dict__", {}).items() if not _shared(value)}

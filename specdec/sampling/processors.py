@@ -2,9 +2,8 @@
 
 A row's processors are transformers' own objects, in transformers' order. Those in `VECTORISED` run on the whole
 [B, S, V] without a loop over positions and without a read from the device. `PrefixStates` (sampling/constraints.py)
-advance a state token by token. Every other processor is called once a position, with ids [1, n] and scores [1, V]; one
-that treats the rows of its batch differently, with all rows of the call (`AllRows`), as `generate()` of transformers
-does.
+follow the text token by token. Every other processor is called once per position, with ids [1, n] and scores [1, V]; if
+it treats the rows of its batch differently, with all rows of the call (`AllRows`), as in transformers' `generate()`.
 """
 
 from __future__ import annotations
@@ -27,26 +26,26 @@ class RowProcessors(list[Any]):
     """One row's processors: transformers' processors, callables, and `PrefixStates`."""
 
     def commit(self, tokens: Sequence[int]) -> None:
-        """The row has emitted `tokens`: what was kept for other continuations can go."""
+        """Move on by emitted `tokens`, and forget other continuations."""
         for processor in self:
             if isinstance(processor, PrefixStates):
                 processor.commit(tokens)
 
 
 class AllRows:
-    """A user's processor that knows its rows: it is called with as many as the call has, in their order, as by
-    transformers. All of them hold the text and scores of the row at hand, whose result is what counts."""
+    """A user's processor that treats rows differently. It is called with as many rows as the call has, each a copy of
+    the row at hand, and the result at that row's index counts."""
 
     def __init__(self, processor: Any, rows: int, row: int = 0):
         self.processor, self.rows, self.row = processor, rows, row
         self.__name__ = getattr(processor, "__name__", type(processor).__name__)
 
     def of(self, row: int) -> AllRows:
-        """The same for another row."""
+        """Return the same for another row."""
         return AllRows(self.processor, self.rows, row)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Any:
-        """ids [1, n], scores [1, V] -> scores [1, V]."""
+        """Process scores [1, V] after ids [1, n] -> [1, V]."""
         ids, many = input_ids.expand(self.rows, -1).clone(), scores.expand(self.rows, -1).clone()
         returned = self.processor(ids, many)
         fits = isinstance(returned, Tensor) and returned.shape == many.shape
@@ -54,14 +53,14 @@ class AllRows:
 
 
 def knows_no_row(processor: Any) -> bool:
-    """Whether a processor is known to treat all rows of a batch alike, each by itself."""
-    # Of a constraint by prefixes `build_sampling` makes states of each row, which are told its number.
+    """True if a processor is known to treat each row of a batch alike and by itself."""
+    # For a constraint by prefixes `build_sampling` makes states for each row, which are told its number.
     known = type(processor) in VECTORISED or type(processor) is hf.PrefixConstrainedLogitsProcessor
     return (known and _known_form(processor)) or isinstance(processor, PrefixProcessor)
 
 
 def apply_processors(scores: Tensor, history: History) -> Tensor:
-    """Every row's processors on scores [B, S, V] float32, which are overwritten or replaced."""
+    """Apply every row's processors to scores [B, S, V] float32, which are overwritten or replaced."""
     active = history.active()
     if not active:
         return scores
@@ -84,12 +83,12 @@ def apply_processors(scores: Tensor, history: History) -> Tensor:
 
 
 def _known_form(processor: Any) -> bool:
-    """Whether the vectorised form covers this object: of repetition penalties, those that ignore no padded prompt."""
+    """True if the vectorised form covers this object: not a repetition penalty that ignores a padded prompt."""
     return not isinstance(getattr(processor, "prompt_ignore_length", None), Tensor)
 
 
 def _one_by_one(rows: Sequence[Any], scores: Tensor, prefixes: Prefixes) -> Tensor:
-    """Processors that may do anything, called as transformers calls them: ids [1, n] and scores [1, V]."""
+    """Call processors that may do anything as transformers does: with ids [1, n] and scores [1, V]."""
     out = scores.clone()
     for b, processor in enumerate(rows):
         for s in range(prefixes.history.counts[b] if processor is not None else 0):
@@ -98,7 +97,7 @@ def _one_by_one(rows: Sequence[Any], scores: Tensor, prefixes: Prefixes) -> Tens
 
 
 def _called(processor: Any, ids: Tensor, scores: Tensor) -> Tensor:
-    """What a processor returns. Raises SpecdecError, with its own error as the cause, where it fails."""
+    """Call a processor. Raises SpecdecError if it fails, with its own error as the cause."""
     name = getattr(processor, "__name__", type(processor).__name__)
     try:
         returned = processor(ids, scores)
@@ -113,7 +112,7 @@ def _called(processor: Any, ids: Tensor, scores: Tensor) -> Tensor:
 
 
 def _with_states(rows: Sequence[Any], scores: Tensor, prefixes: Prefixes) -> Tensor:
-    """Processors whose state follows the text. Their tokens are needed on the host: one read of the fed ones."""
+    """Apply processors whose state follows the text. They need the fed tokens on the host: one read."""
     history = prefixes.history
     with sync_allowed(history.fed.device):
         fed = history.fed.tolist()
@@ -153,13 +152,13 @@ def _any(rows: Sequence[Any]) -> Any:
 
 
 def _ids(values: Any, vocab: int, device: torch.device) -> Tensor:
-    """Token ids as a bool [V]."""
+    """Make a mask of token ids, bool [V]."""
     ids = values.to(device) if isinstance(values, Tensor) else torch.as_tensor(values, device=device)
     return torch.isin(torch.arange(vocab, device=device), ids)
 
 
 def _text_free(rows: Sequence[Any], scores: Tensor, prefixes: Prefixes) -> Tensor:
-    """Processors that look at the scores only, on all positions as one batch."""
+    """Apply processors that look at scores only, to all positions as one batch."""
     flat = scores.reshape(-1, scores.shape[-1])
     no_text = torch.empty((len(flat), 0), dtype=torch.int64, device=flat.device)
     return _any(rows)(no_text, flat).reshape(scores.shape)
@@ -170,8 +169,10 @@ def _suppress(rows: Sequence[Any], scores: Tensor, prefixes: Prefixes) -> Tensor
 
 
 def _biases(rows: Sequence[Any], scores: Tensor, prefixes: Prefixes) -> Tensor:
-    """Sequence biases and bad words: the last id of a sequence whose other ids are the newest gets the bias. Biases are
-    added up in transformers' order, shorter sequences first, at the ids that can get one."""
+    """Add sequence biases (bad words: -inf) to the last id of each sequence whose other ids are the newest.
+
+    They are summed in transformers' order, shorter sequences first, at the ids that can get one.
+    """
     by_length: dict[int, list[tuple[tuple[int, ...], float]]] = {1: []}
     for sequence, bias in _any(rows).sequence_bias.items():
         if sequence:
@@ -191,7 +192,7 @@ def _biases(rows: Sequence[Any], scores: Tensor, prefixes: Prefixes) -> Tensor:
 
 
 def _repetition(rows: Sequence[Any], scores: Tensor, prefixes: Prefixes) -> Tensor:
-    """Scores of ids in the prefix: divided by the penalty if positive, else multiplied."""
+    """Divide scores of ids in the prefix by the penalty if positive, else multiply."""
     penalty = _any(rows).penalty
     start = getattr(_any(rows), "prompt_ignore_length", None) or 0
     ids, counts = prefixes.occurrences(scores.shape[-1], [start] * prefixes.rows)
@@ -204,20 +205,23 @@ def _repetition(rows: Sequence[Any], scores: Tensor, prefixes: Prefixes) -> Tens
 class PresenceFrequencyPenalty(hf.LogitsProcessor):
     """score - frequency * count - presence * (count > 0), count = how often the id occurs among the *generated* ids.
 
-    OpenAI's definition; the prompt does not count, as in vLLM. presence, frequency: penalties, usually in [-2, 2];
-    prompt_length: ids of the prompt. Also a transformers processor of its own.
+    OpenAI's definition; the prompt does not count, as in vLLM. Also works as a transformers processor.
+
+    presence, frequency: penalties, usually in [-2, 2]
+    prompt_length: ids of the prompt
     """
 
     def __init__(self, presence: float, frequency: float, prompt_length: int):
         self.presence, self.frequency, self.prompt_length = presence, frequency, prompt_length
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """ids [B, n], scores [B, V] -> scores [B, V]."""
+        """Process scores [B, V] after ids [B, n] -> [B, V]."""
         ids = input_ids[:, self.prompt_length :]
         counts = torch.zeros_like(scores).scatter_add_(1, ids, torch.ones_like(ids, dtype=scores.dtype))
         return self.penalised(scores, counts)
 
     def penalised(self, scores: Tensor, counts: Tensor) -> Tensor:
+        """Subtract the penalties; counts: how often each id of scores was generated, shaped alike."""
         return scores - self.frequency * counts - self.presence * (counts > 0).to(scores.dtype)
 
 
@@ -229,8 +233,7 @@ def _presence_frequency(rows: Sequence[Any], scores: Tensor, prefixes: Prefixes)
 
 
 def _no_repeat_ngram(rows: Sequence[Any], scores: Tensor, prefixes: Prefixes) -> Tensor:
-    """Forbid an id that would complete an n-gram for the second time: n-grams among the known ids, and those that
-    end at a fed token of the prefix."""
+    """Forbid ids that would repeat an n-gram, one of the known ids or one that ends at a fed token of the prefix."""
     n, vocab = _any(rows).ngram_size, scores.shape[-1]
     newest = prefixes.tail(n - 1)  # [B, S, n - 1]
     ending = prefixes.tail(n)[:, : prefixes.fed.shape[1]]  # [B, F, n]
@@ -247,7 +250,7 @@ def _no_repeat_ngram(rows: Sequence[Any], scores: Tensor, prefixes: Prefixes) ->
 
 
 def _min_tokens(rows: Sequence[Any], scores: Tensor, prefixes: Prefixes) -> Tensor:
-    """No end of text before the prefix has its least length."""
+    """Forbid the end of text before the prefix has its least length."""
 
     def early(p: Any, n: int) -> bool:
         return bool(n < (p.min_length if isinstance(p, hf.MinLengthLogitsProcessor) else _least(p)))
@@ -291,7 +294,7 @@ def _force(
 
 
 def _decay(rows: Sequence[Any], scores: Tensor, prefixes: Prefixes) -> Tensor:
-    """The end of text gains |score| * (factor ** (tokens past the start) - 1)."""
+    """Add |score| * (factor ** (tokens past the start) - 1) to the end of text."""
 
     def gain(p: Any, n: int) -> float:
         if not p or n <= p.regulation_start:
