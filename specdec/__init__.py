@@ -1,49 +1,44 @@
-"""specdec: speculative decoding for researchers, in pure PyTorch on Hugging Face models."""
+"""specdec: speculative decoding for researchers, in pure PyTorch on Hugging Face models.
+
+Names are imported when they are first used: `specdec --help` and `specdec.theory` need no torch.
+"""
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specdec import old_names
-from specdec.config import UNSET, GenerationSettings, PairConfig, RunConfig
-from specdec.decoder import SpeculativeDecoder
-from specdec.decoding.acceptance import AcceptanceRule, register_rule
-from specdec.decoding.result import Generation, Round
-from specdec.decoding.timing import measure_costs
-from specdec.drafters import (
-    STRATEGIES,
-    Draft,
-    Drafter,
-    DraftModel,
-    DraftRequest,
-    Eagle3,
-    EarlyExit,
-    LookupCache,
-    NgramCache,
-    NgramMapK,
-    NgramMapK4V,
-    NgramMod,
-    NgramSimple,
-    PromptLookup,
-    Suffix,
-    SuffixStore,
-)
-from specdec.drafters.costs import CostTable
-from specdec.errors import SpecdecError
-from specdec.models.fuse_projections import fuse_projections
-from specdec.models.loading import LoadedPair, load_pair
-from specdec.models.pair_report import PairReport
-from specdec.stats import Stats
 from specdec.version import __version__ as __version__
 
-old_names.install()
-
-
-def __getattr__(name: str) -> Any:
-    """Modules by their old names, as attributes."""
-    if name in old_names.MOVED:
-        return importlib.import_module(f"specdec.{name}")
-    raise AttributeError(f"module 'specdec' has no attribute {name!r}")
-
+if TYPE_CHECKING:
+    from specdec.config import UNSET, GenerationSettings, PairConfig, RunConfig
+    from specdec.decoder import SpeculativeDecoder
+    from specdec.decoding.acceptance import AcceptanceRule, register_rule
+    from specdec.decoding.result import Generation, Round
+    from specdec.decoding.timing import measure_costs
+    from specdec.drafters import (
+        STRATEGIES,
+        Draft,
+        Drafter,
+        DraftModel,
+        DraftRequest,
+        Eagle3,
+        EarlyExit,
+        LookupCache,
+        NgramCache,
+        NgramMapK,
+        NgramMapK4V,
+        NgramMod,
+        NgramSimple,
+        PromptLookup,
+        Suffix,
+        SuffixStore,
+    )
+    from specdec.drafters.costs import CostTable
+    from specdec.errors import SpecdecError
+    from specdec.models.fuse_projections import fuse_projections
+    from specdec.models.loading import LoadedPair, load_pair
+    from specdec.models.pair_report import PairReport
+    from specdec.stats import Stats
 
 __all__ = [
     "STRATEGIES", "UNSET", "AcceptanceRule", "CostTable", "Draft", "DraftModel", "DraftRequest", "Drafter",
@@ -52,3 +47,39 @@ __all__ = [
     "RunConfig", "SpecdecError", "SpeculativeDecoder", "Stats", "Suffix", "SuffixStore", "fuse_projections",
     "load_pair", "measure_costs", "register_rule",
 ]  # fmt: skip
+
+_HOMES = {
+    "config": ("UNSET", "GenerationSettings", "PairConfig", "RunConfig"),
+    "decoder": ("SpeculativeDecoder",),
+    "decoding.acceptance": ("AcceptanceRule", "register_rule"),
+    "decoding.result": ("Generation", "Round"),
+    "decoding.timing": ("measure_costs",),
+    "drafters.costs": ("CostTable",),
+    "errors": ("SpecdecError",),
+    "models.fuse_projections": ("fuse_projections",),
+    "models.loading": ("LoadedPair", "load_pair"),
+    "models.pair_report": ("PairReport",),
+    "stats": ("Stats",),
+}  # all others: drafters
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+
+old_names.install()
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, or a module of the package, also by its old name."""
+    if name in __all__:
+        value = getattr(importlib.import_module(f"specdec.{_HOME.get(name, 'drafters')}"), name)
+        globals()[name] = value
+        return value
+    if not name.startswith("_"):
+        try:
+            return importlib.import_module(f"specdec.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"specdec.{name}":
+                raise
+    raise AttributeError(f"module 'specdec' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

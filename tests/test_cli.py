@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import specdec
 from specdec import SpeculativeDecoder
-from specdec.cli import app, output
+from specdec.cli import VERBS, app, load_verb, output
 from specdec.cli.inputs import chain, with_extra
 from specdec.cli.options import Models, Prompts, with_groups
 from specdec.errors import SpecdecError
@@ -381,9 +381,10 @@ def test_groups_of_options_become_options_of_a_verb() -> None:
 
 @pytest.mark.parametrize("verb", ["demo", "generate", "check", "compare", "trace record"])
 def test_no_verb_has_an_option_twice(verb: str) -> None:
-    command = typer.main.get_command(app)
-    for name in verb.split():
-        command = command.commands[name]  # type: ignore[attr-defined]
+    first, *rest = verb.split()
+    command = load_verb(first)
+    for name in rest:
+        command = command.commands[name]
     names = [flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)]
     assert len(set(names)) == len(names)
 
@@ -395,3 +396,20 @@ def test_version_and_help() -> None:
     for verb in ("demo", "generate", "check", "bench"):
         assert verb in shown.stdout
         assert run(verb, "--help").exit_code == 0
+
+
+def test_help_version_and_a_typo_import_neither_torch_nor_transformers() -> None:
+    for arguments, status in ((["--help"], 0), (["--version"], 0), (["generat"], 2)):
+        command = [sys.executable, "-X", "importtime", "-m", "specdec", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+        assert done.returncode == status
+        imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+        assert "specdec.cli" in imported
+        assert {"torch", "transformers", "numpy"}.isdisjoint(imported)
+
+
+def test_every_verb_has_its_module_and_says_what_it_does() -> None:
+    for verb, line in VERBS.items():
+        done = CliRunner().invoke(app, [verb, "--help"])
+        assert done.exit_code == 0, verb
+        assert line.endswith(".")

@@ -7,23 +7,50 @@ progress and errors go to standard error. Exit status: 0, 1 = a check failed, 2 
 
 from __future__ import annotations
 
+import importlib
 import sys
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
-from specdec.cli import ablate, bench, check, compare, demo, generate, lookup, trace
-from specdec.cli.output import quiet
 from specdec.errors import SpecdecError
 from specdec.files.own_code import search_folder
 from specdec.version import __version__
 
 BAD_INPUT, INTERRUPTED = 2, 130
+HELP = {"help_option_names": ["-h", "--help"]}
+
+
+VERBS = {
+    "demo": "Decode with the embedded pair, and show who proposed what.",
+    "generate": "Generate from prompts, with any target and drafters.",
+    "check": "Say whether a target and a draft work together, and what memory they need.",
+    "bench": "Measure speed against transformers and other implementations.",
+    "compare": "Rank drafts and strategies for one target, and say why they differ.",
+    "ablate": "Run a grid of settings from a file, resumable, with a report.",
+    "lookup": "Make, merge, measure and show llama.cpp's lookup-cache files.",
+    "trace": "Record every round of a run, and show it.",
+}
 
 
 class Verbs(TyperGroup):
-    """The group of verbs; turns every error of the user's into one line and an exit status."""
+    """The group of verbs; turns every error of the user's into one line and an exit status.
+
+    A verb's module is imported when the verb is run: for a list of verbs their names and a line each are enough.
+    """
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return TyperCommand(cmd_name, help=VERBS[cmd_name]) if cmd_name in VERBS else None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, _, rest = super().resolve_command(ctx, args)
+        command = load_verb(str(name))
+        ctx.with_resource(importlib.import_module("specdec.cli.output").quiet())
+        return name, command, rest
 
     def main(self, args: Any = None, *arguments: Any, **options: Any) -> Any:
         for stream in (sys.stdout, sys.stderr):  # texts and names that the terminal's encoding lacks
@@ -33,8 +60,7 @@ class Verbs(TyperGroup):
             sys.exit(_fail("an argument holds a NUL character: no name and no text can"))
         search_folder(".")  # for `my_module:MyDrafter`
         try:
-            with quiet():
-                status = super().main(args, *arguments, **{**options, "standalone_mode": False})
+            status = super().main(args, *arguments, **{**options, "standalone_mode": False})
         except SpecdecError as error:
             status = _fail(str(error))
         except KeyboardInterrupt:
@@ -50,6 +76,18 @@ class Verbs(TyperGroup):
         sys.exit(status if isinstance(status, int) else 0)
 
 
+def load_verb(name: str) -> Any:
+    """The command of a verb: its module has a function of its name, or an `app` with several."""
+    module = importlib.import_module(f"specdec.cli.{name}")
+    made = getattr(module, "app", None)
+    if made is None:
+        made = typer.Typer(add_completion=False)
+        made.command(name, context_settings=HELP)(getattr(module, name))
+    command = typer.main.get_command(made)
+    command.name = name
+    return command
+
+
 def _fail(message: str) -> int:
     print(f"error: {' '.join(message.split())}", file=sys.stderr)
     return BAD_INPUT
@@ -60,7 +98,7 @@ app = typer.Typer(
     help="Speculative decoding on Hugging Face models: see it run, measure it, check a pair.",
     add_completion=False,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=HELP,
 )
 
 
@@ -77,16 +115,6 @@ def root(
     ] = False,
 ) -> None:
     """Speculative decoding on Hugging Face models: see it run, measure it, check a pair."""
-
-
-app.command("demo")(demo.demo)
-app.command("generate")(generate.generate)
-app.command("check")(check.check)
-app.command("bench")(bench.bench)
-app.command("compare")(compare.compare)
-app.add_typer(ablate.app, name="ablate")
-app.add_typer(lookup.app, name="lookup")
-app.add_typer(trace.app, name="trace")
 
 
 def main() -> None:
