@@ -8,61 +8,83 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 from rich.console import Console
+from typer import Argument, Exit, Option
 
 from specdec.cli import output
 from specdec.cli.benchmark import bench_config, print_bench
 from specdec.cli.exactness import exactness_config, print_exactness
 from specdec.cli.inputs import given
+from specdec.cli.options import AsJson, Group, with_groups
 from specdec.errors import SpecdecError
 from specdec.files.compact_json import write_json
 from specdec.files.texts import as_path
-from specdec.research.bench.config import BenchConfig
 from specdec.research.bench.document import without_rows
 from specdec.research.bench.run import faults, missed, run_bench
 from specdec.research.bench.smoke import SUITES, equal, run_smoke, tables
-from specdec.research.exactness.run import PARTS, ExactnessConfig, run_exactness
+from specdec.research.exactness.run import PARTS, run_exactness
 from specdec.research.exactness.summary import exact_holds
 
 FAILED = 1
 Save = Callable[[dict[str, Any]], None]
-# Which options belong to which of the three ways of calling.
-OPTIONS = {
-    "--smoke": ("quick", "suite"),
-    "--exactness": (
-        "config", "target", "draft", "inflate", "prompts", "max_new_tokens", "device", "dtype", "part", "time_limit",
-        "shared_device",
-    ),
-    "a benchmark file": ("target", "draft", "inflate", "device", "dtype", "contender", "minutes", "strict"),
-}  # fmt: skip
+Names = list[str] | None
 
 
+@dataclass(frozen=True)
+class Subject(Group):
+    """The models that a file or --exactness measures."""
+
+    target: Annotated[str | None, Option(help="Hub id, folder, GGUF file or demo-target.")] = None
+    draft: Annotated[str | None, Option(help="The draft; default: the target, coarsened.")] = None
+    inflate: Annotated[str | None, Option(help="Grow the target: 1b, 3b, 6b, hidden_size=...:...")] = None
+    device: Annotated[str | None, Option(help="cpu or cuda[:n].")] = None
+    dtype: Annotated[str | None, Option(help="float32, bfloat16 or float16.")] = None
+
+
+@dataclass(frozen=True)
+class OfFile(Group):
+    """Options of a benchmark file."""
+
+    contender: Annotated[Names, Option(help="file: only this contender; repeat for more.")] = None
+    minutes: Annotated[float | None, Option(help="file: time limit, which takes repeats away.")] = None
+    strict: Annotated[bool | None, Option("--strict", help="file: exit status 1 if a target is not met.")] = None
+
+
+@dataclass(frozen=True)
+class OfSmoke(Group):
+    """Options of --smoke."""
+
+    quick: Annotated[bool | None, Option("--quick", help="smoke: fewer prompts and repeats.")] = None
+    suite: Annotated[Names, Option(help="smoke: only this suite; repeat for more.")] = None
+
+
+SHARED = "exactness: other work runs on the device: leave times out."
+
+
+@dataclass(frozen=True)
+class OfExactness(Group):
+    """Options of --exactness."""
+
+    config: Annotated[Path | None, Option(help="exactness: settings as a YAML file.")] = None
+    prompts: Annotated[int | None, Option(min=1, help="exactness: number of prompts.")] = None
+    max_new_tokens: Annotated[int | None, Option(min=1, help="exactness: tokens of a row.")] = None
+    part: Annotated[Names, Option(help="exactness: only this part; repeat for more.")] = None
+    time_limit: Annotated[float | None, Option(help="exactness: seconds after which no run starts.")] = None
+    shared_device: Annotated[bool | None, Option("--shared-device", help=SHARED)] = None
+
+
+@with_groups
 def bench(
-    file: Annotated[Path | None, typer.Argument(help="A benchmark as a YAML file: configs/bench_*.yaml.")] = None,
-    smoke: Annotated[bool, typer.Option("--smoke", help="Speeds, in a few minutes.")] = False,
-    exactness: Annotated[bool, typer.Option("--exactness", help="Equality with plain decoding, and its cost.")] = False,
-    contender: Annotated[list[str] | None, typer.Option(help="file: only this contender; several times.")] = None,
-    minutes: Annotated[float | None, typer.Option(help="file: time limit; takes repeats away.")] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="file: exit status 1 if a target is not met.")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="smoke: fewer prompts and repeats.")] = False,
-    suite: Annotated[list[str] | None, typer.Option(help="smoke: only this suite; several times.")] = None,
-    config: Annotated[Path | None, typer.Option(help="exactness: settings as a YAML file.")] = None,
-    target: Annotated[str | None, typer.Option(help="Hub id, folder, GGUF file or demo-target.")] = None,
-    draft: Annotated[str | None, typer.Option(help="The draft; default: the target, coarsened.")] = None,
-    inflate: Annotated[str | None, typer.Option(help="Grow the target: 1b, 3b, 6b, hidden_size=...:...")] = None,
-    prompts: Annotated[int | None, typer.Option(min=1, help="exactness: number of prompts.")] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="exactness: tokens of a row.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda[:n].")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
-    part: Annotated[list[str] | None, typer.Option(help="exactness: only this part; several times.")] = None,
-    time_limit: Annotated[float | None, typer.Option(help="exactness: seconds after which no run starts.")] = None,
-    shared_device: Annotated[
-        bool, typer.Option("--shared-device", help="exactness: other work runs there too: leave times out.")
-    ] = False,
-    out: Annotated[Path | None, typer.Option(help="Also write a JSON document of the figures to this file.")] = None,
-    raw: Annotated[Path | None, typer.Option(help="Also write one with a row of every call, and every report.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    subject: Subject,
+    of_file: OfFile,
+    of_smoke: OfSmoke,
+    of_exactness: OfExactness,
+    file: Annotated[Path | None, Argument(help="A benchmark as a YAML file: configs/bench_*.yaml.")] = None,
+    smoke: Annotated[bool, Option("--smoke", help="Speeds, in a few minutes.")] = False,
+    exactness: Annotated[bool, Option("--exactness", help="Equality with plain decoding, and its cost.")] = False,
+    out: Annotated[Path | None, Option(help="Also write a JSON document of the figures to this file.")] = None,
+    raw: Annotated[Path | None, Option(help="Also write one with a row of every call, and every report.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Measure transformers, plain and speculative decoding in turns, and compare their token ids; or the contenders of
     a file; or compare plain and speculative decoding row by row, with exact mode and without.
@@ -70,35 +92,24 @@ def bench(
     Exit status 1: token ids differ from plain decoding's (without exact mode they may, and do not count), or with
     --strict a target of the file is not met.
     """
-    models = given(target=target, draft=draft, inflate=inflate, device=device, dtype=dtype)
-    alone = given(prompts=prompts, max_new_tokens=max_new_tokens, shared_device=shared_device or None)
-    others = given(
-        config=config, part=part, time_limit=time_limit, quick=quick or None, suite=suite, contender=contender,
-        minutes=minutes, strict=strict or None,
-    )  # fmt: skip
-    _check_way((smoke, exactness, file is not None), (*models, *alone, *others))
+    allowed = {"a benchmark file": (subject, of_file), "--smoke": (of_smoke,), "--exactness": (subject, of_exactness)}
+    ways = [way for way, chosen in zip(allowed, (file is not None, smoke, exactness), strict=True) if chosen]
+    if len(ways) != 1:
+        raise SpecdecError("bench needs --smoke, --exactness or a benchmark file, one of them")
+    for group in (subject, of_file, of_smoke, of_exactness):
+        if group not in allowed[ways[0]] and (foreign := next(iter(group.given()), None)):
+            raise SpecdecError(f"--{foreign.replace('_', '-')} is no option of {ways[0]}")
     for path in (out, raw):
         if path is not None:
             _check_writable(path)
     save = partial(_save, out, raw)
     if file is not None:
-        done = _file(bench_config(file, models, contender or (), minutes), file.stem, save, strict)
+        done = _file(file, subject, of_file, save)
     elif smoke:
-        done = _smoke(quick, suite or tuple(SUITES))
+        done = _smoke(bool(of_smoke.quick), of_smoke.suite or tuple(SUITES))
     else:
-        settings = {name: value for name, value in {**models, **alone}.items() if name not in ("target", "draft")}
-        done = _exactness(exactness_config(config, target, draft, settings), part or PARTS, time_limit, save)
+        done = _exactness(subject, of_exactness, save)
     _report(done, save, as_json)
-
-
-def _check_way(chosen: Sequence[bool], options: Sequence[str]) -> None:
-    """One way of calling, and none but its options. Raises SpecdecError."""
-    ways = [way for way, is_chosen in zip(OPTIONS, chosen, strict=True) if is_chosen]
-    if len(ways) != 1:
-        raise SpecdecError("bench needs --smoke, --exactness or a benchmark file, one of them")
-    foreign = [name for name in options if name not in OPTIONS[ways[0]]]
-    if foreign:
-        raise SpecdecError(f"--{foreign[0].replace('_', '-')} is no option of {ways[0]}")
 
 
 @dataclass(frozen=True)
@@ -117,7 +128,7 @@ def _report(done: Done, save: Save, as_json: bool) -> None:
     else:
         done.show(output.stdout(), done.result)
     if not done.passed:
-        raise typer.Exit(FAILED)
+        raise Exit(FAILED)
 
 
 def _smoke(quick: bool, suites: Sequence[str]) -> Done:
@@ -126,19 +137,23 @@ def _smoke(quick: bool, suites: Sequence[str]) -> Done:
     return Done(result, _print, equal(result))
 
 
-def _exactness(settings: ExactnessConfig, parts: Sequence[str], time_limit: float | None, save: Save) -> Done:
+def _exactness(subject: Subject, options: OfExactness, save: Save) -> Done:
+    own = {name: getattr(options, name) for name in ("prompts", "max_new_tokens", "shared_device")}
+    models = {name: getattr(subject, name) for name in ("inflate", "device", "dtype")}
+    settings = exactness_config(options.config, subject.target, subject.draft, given(**models, **own))
     with output.progress("exactness") as advance:
-        result = run_exactness(settings, parts, time_limit, advance, save)
+        result = run_exactness(settings, options.part or PARTS, options.time_limit, advance, save)
     return Done(result, print_exactness, exact_holds(result))
 
 
-def _file(settings: BenchConfig, name: str, save: Save, strict: bool) -> Done:
+def _file(file: Path, subject: Subject, options: OfFile, save: Save) -> Done:
+    settings = bench_config(file, subject.given(), options.contender or (), options.minutes)
     with output.progress("benchmark") as advance:
-        result = run_bench(settings, name, advance, save)
+        result = run_bench(settings, file.stem, advance, save)
     wrong = faults(result)
     for line in wrong:
         output.warn(f"not plain decoding's ids: {line}")
-    return Done(result, print_bench, not wrong and not (strict and missed(result)))
+    return Done(result, print_bench, not wrong and not (options.strict and missed(result)))
 
 
 def _save(out: Path | None, raw: Path | None, result: dict[str, Any]) -> None:
@@ -157,7 +172,7 @@ def _check_writable(path: Path) -> None:
         with path.open("a", encoding="utf-8"):
             pass
         if not existed:
-            path.unlink()  # an interrupted run leaves nothing behind
+            path.unlink()  # an interrupted run leaves no file
     except OSError as error:
         raise SpecdecError(f"cannot write {path}: {error.strerror}") from error
 
