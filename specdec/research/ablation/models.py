@@ -14,7 +14,7 @@ from specdec.research.ablation.config import Cell
 
 
 def by_models(cells: Sequence[Cell]) -> list[tuple[PairConfig, list[Cell]]]:
-    """Cells by the models that they load, those with one target beside each other, in the order of first mention."""
+    """Cells by the models that they load, those with one target one after the other, in the order of first mention."""
     targets = list(dict.fromkeys(_target(cell.models) for cell in cells))
     loads = list(dict.fromkeys(repr(cell.models) for cell in cells))
     order = sorted(cells, key=lambda c: (targets.index(_target(c.models)), loads.index(repr(c.models))))

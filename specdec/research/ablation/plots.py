@@ -31,7 +31,7 @@ from specdec.stats import RoundRecord
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-LEAST_TESTED = 5  # tokens behind a point that is drawn
+LEAST_TESTED = 5  # tokens of a point that is plotted
 TIME_BINS, CONTEXT_BINS = 12, 8
 FEW = 5  # entries of a legend inside the axes
 THEORY_POINTS = 256  # at most, of a theory's line
@@ -39,7 +39,7 @@ THEORY_POINTS = 256  # at most, of a theory's line
 
 @of_table(*ROUNDS, "reached", "tested")
 def acceptance_by_position(rows: list[Row]) -> Figure:
-    """Share of the tested drafts that stood, by position in the draft, one line a setting, 95 % intervals."""
+    """Acceptance of a tested token by position in the draft, one line per setting, 95 % intervals."""
     figure, axes = _figure("position in the draft", "acceptance of a tested token")
     for name, group in _drafting(rows).items():
         points = []
@@ -55,7 +55,7 @@ def acceptance_by_position(rows: list[Row]) -> Figure:
 
 @of_table(*ROUNDS, "acceptance_histogram")
 def accepted_length_histogram(rows: list[Row]) -> Figure:
-    """Share of the drafted rounds by the number of drafts that stood."""
+    """Share of the drafted rounds by the number of accepted tokens."""
     figure, axes = _figure("accepted drafts of a round", "share of drafted rounds")
     groups = _drafting(rows)
     width = 0.8 / max(1, len(groups))
@@ -70,8 +70,8 @@ def accepted_length_histogram(rows: list[Row]) -> Figure:
 
 @of_table(*PAIRED)
 def speedup_against_k(rows: list[Row]) -> Figure:
-    """Measured speed-up over plain decoding, prefill left out, against the axis `k`, with intervals; beside it, as a
-    dashed line, what theory gives for the acceptance, costs and share of drafted rounds measured at the middle k."""
+    """Measured speed-up over plain decoding, prefill left out, against the axis `k`, with intervals; as a dashed
+    line, what theory gives for the acceptance, costs and share of drafted rounds measured at the middle k."""
     groups = by_setting(rows)
     curves: dict[str, list[tuple[int, Any]]] = defaultdict(list)
     for setting, group in groups.items():
@@ -82,7 +82,7 @@ def speedup_against_k(rows: list[Row]) -> Figure:
             if found.get("decode_speedup") is not None:
                 curves[name].append((group[0]["k"], found))
     if not curves:
-        raise SpecdecError("the results table has no drafting setting with an axis k and plain rows beside it")
+        raise SpecdecError("the results table has no drafting setting with an axis k and plain rows")
     figure, axes = _figure("draft length k", "speed-up over plain decoding")
     for name, points in curves.items():
         points.sort(key=lambda point: point[0])
@@ -108,7 +108,7 @@ def cost_acceptance_pareto(rows: list[Row]) -> Figure:
             cost = 1 + costs["length"] * costs["draft_cost"] + costs["width_cost"]
             points.append((name, cost, costs["tokens_per_round"]))
     if not points:
-        raise SpecdecError("the results table has no drafting setting with plain rows beside it")
+        raise SpecdecError("the results table has no drafting setting with plain rows")
     figure, axes = _figure("cost of a round in plain passes", "tokens a round")
     widest = max(cost for _, cost, _ in points) * 1.08
     for gain in (0.5, 1.0, 1.5, 2.0, 3.0):
@@ -240,11 +240,11 @@ def _figure(x: str, y: str) -> tuple[Figure, Any]:
 def _line(axes: Any, name: str, points: Sequence[tuple[float, Any]]) -> Any:
     """A line with error bars; points are (x, Interval or its dict)."""
     intervals = [(x, i if isinstance(i, Mapping) else i.to_dict()) for x, i in points]
-    drawn = [(x, i) for x, i in intervals if i["value"] is not None]
-    values = [i["value"] for _, i in drawn]
-    low = [max(0.0, i["value"] - (i["value"] if i["low"] is None else i["low"])) for _, i in drawn]
-    high = [max(0.0, (i["value"] if i["high"] is None else i["high"]) - i["value"]) for _, i in drawn]
-    return axes.errorbar([x for x, _ in drawn], values, yerr=[low, high], marker="o", capsize=3, label=name)[0]
+    known = [(x, i) for x, i in intervals if i["value"] is not None]
+    values = [i["value"] for _, i in known]
+    low = [max(0.0, i["value"] - (i["value"] if i["low"] is None else i["low"])) for _, i in known]
+    high = [max(0.0, (i["value"] if i["high"] is None else i["high"]) - i["value"]) for _, i in known]
+    return axes.errorbar([x for x, _ in known], values, yerr=[low, high], marker="o", capsize=3, label=name)[0]
 
 
 def _finished(figure: Figure, axes: Any) -> Figure:

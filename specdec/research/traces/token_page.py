@@ -80,7 +80,7 @@ document.getElementById("filters").addEventListener("change", filter);
 document.getElementById("filters").addEventListener("submit", (event) => event.preventDefault());
 """
 
-OWN = "-"  # stands for the target in the strategies' filter
+OWN = "-"  # the target in the strategies' filter
 
 
 def page(trace: Trace, title: str) -> str:
@@ -113,12 +113,10 @@ def _hash(text: str) -> str:
 def _facts(trace: Trace) -> str:
     stats, made = trace.stats, trace.provenance
     settings = made.get("settings", {})
-    parts = [
-        f"{len(trace.rows)} rows", f"{stats['emitted_tokens']} tokens", f"{stats['rounds']} rounds",
-        f"{stats['tokens_per_round'] or 0:.2f} tokens per round", f"acceptance {settings.get('acceptance')}",
-        f"temperature {settings.get('temperature')}", f"seed {made.get('seed')}",
-        f"specdec {made.get('versions', {}).get('specdec')}",
-    ]  # fmt: skip
+    parts = [f"{len(trace.rows)} rows", f"{stats['emitted_tokens']} tokens", f"{stats['rounds']} rounds"]
+    parts += [f"{stats['tokens_per_round'] or 0:.2f} tokens per round"]
+    parts += [f"{name} {settings.get(name)}" for name in ("acceptance", "temperature")]
+    parts += [f"seed {made.get('seed')}", f"specdec {made.get('versions', {}).get('specdec')}"]
     if made.get("lossy"):
         parts.append("LOSSY: the acceptance rule changes the distribution of the text")
     return " · ".join(parts)

@@ -1,12 +1,12 @@
-"""Traces: every round of a run, with what the laws were, kept to look at and to compute with.
+"""Traces: every round of a run with its distributions, kept to look at and to compute with.
 
     trace = record(decoder, prompts, max_new_tokens=64)       # the arguments of generate
     trace.save("runs/a"); trace = Trace.load("runs/a")         # a.safetensors + a.json
     trace.to_html("a.html")                                    # the token page (token_page.py)
 
 A trace holds what `dec.rounds` yields, for every row of a call and with details (specdec.details): the target's and the
-draft's probability of each drafted token, TV(p, q), entropies, ranks, and the best tokens of both laws. They come back
-in the one host read that a pass has anyway. The text of a recorded run is that of an unrecorded one.
+draft's probability of each drafted token, TV(p, q), entropies, ranks, and the most likely tokens of both. They come
+back in the one host read that a pass has anyway. The text of a recorded run is that of an unrecorded one.
 """
 
 from __future__ import annotations
@@ -29,8 +29,12 @@ CONTEXT = 6  # prompt tokens that are decoded before the first piece, so that it
 
 @dataclass(frozen=True)
 class TraceRow:
-    """One row of a traced call. prompt, output: ids; prompt_text, pieces: their texts, pieces one for each output id
-    ("" where a character is not finished), empty without a tokenizer; id, category: of its prompt, "" where unknown."""
+    """One row of a traced call.
+
+    prompt, output: ids.
+    prompt_text, pieces: their texts, one piece per output id ("" inside a character); empty without a tokenizer.
+    id, category: of its prompt; "" = unknown.
+    """
 
     prompt: list[int]
     output: list[int]
@@ -43,9 +47,13 @@ class TraceRow:
 
 @dataclass
 class Trace:
-    """One call. rows: in its order; rounds: of all rows, in the order of its passes; tokens: id -> text, for every id
-    that occurs, {} without a tokenizer; provenance: of the call; stats: `Stats.to_dict()`; result: the call's, None in
-    a loaded trace."""
+    """One call.
+
+    rounds: of all rows, in the order of the call's passes.
+    tokens: id -> text for every id that occurs; {} without a tokenizer.
+    stats: `Stats.to_dict()`.
+    result: the call's; None in a loaded trace.
+    """
 
     rows: list[TraceRow]
     rounds: list[Round]
@@ -78,10 +86,8 @@ class Trace:
         if unknown:
             known = ", ".join(self.strategies) or "none"
             raise SpecdecError(f"no round of the trace was drafted by {unknown[0]!r}; strategies in it: {known}")
-        return [
-            r for r in self.rounds
-            if (wanted is None or r.row in wanted) and (names is None or r.strategy in names)
-        ]  # fmt: skip
+        chosen = [r for r in self.rounds if wanted is None or r.row in wanted]
+        return [r for r in chosen if names is None or r.strategy in names]
 
     def drafted_before(self) -> list[int]:
         """For each round how many tokens of its draft earlier passes have accepted: a long draft takes several."""
@@ -109,7 +115,7 @@ class Trace:
         return html
 
     def __repr__(self) -> str:
-        # A notebook stores the text form beside the page, and a whole trace would be megabytes of it.
+        # A notebook stores the text form with the page, and a whole trace would be megabytes of it.
         drafters = ", ".join(self.strategies) or "nobody"
         return f"Trace({len(self.rows)} rows, {len(self.rounds)} rounds, drafted by {drafters})"
 
@@ -132,7 +138,7 @@ def record(
     """Run `decoder.generate(prompts, max_new_tokens, strategies, **options)` and keep its rounds.
 
     Args:
-        top: best tokens of each law to keep.
+        top: record the `top` most likely tokens per position.
         ids, categories: names of the prompts, for analysis by category.
         watch: called with every round as it comes, for instance a `monitor.Monitor`.
 
