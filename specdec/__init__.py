@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         PromptLookup,
         Suffix,
         SuffixStore,
+        TokenRecycling,
     )
     from specdec.drafters.costs import CostTable
     from specdec.errors import SpecdecError
@@ -44,8 +45,8 @@ __all__ = [
     "STRATEGIES", "UNSET", "AcceptanceRule", "CostTable", "Draft", "DraftModel", "DraftRequest", "Drafter",
     "Eagle3", "EarlyExit", "Generation", "GenerationSettings", "LoadedPair", "LookupCache", "NgramCache", "NgramMapK",
     "NgramMapK4V", "NgramMod", "NgramSimple", "PairConfig", "PairReport", "PromptLookup", "Round",
-    "RunConfig", "SpecdecError", "SpeculativeDecoder", "Stats", "Suffix", "SuffixStore", "fuse_projections",
-    "load_pair", "measure_costs", "register_rule",
+    "RunConfig", "SpecdecError", "SpeculativeDecoder", "Stats", "Suffix", "SuffixStore", "TokenRecycling",
+    "fuse_projections",     "load_pair", "measure_costs", "register_rule",
 ]  # fmt: skip
 
 _HOMES = {

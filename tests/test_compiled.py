@@ -21,6 +21,7 @@ from specdec.models.compile_layers import (
     keep_compiled_code,
     parts_of,
 )
+from specdec.models.passes import ALL_LAYERS
 from specdec.models.runner import Runner, Shapes
 from specdec.models.small_matmul_pass import LARGEST, ROWS, RowSums
 from specdec.sampling.sampling import best
@@ -79,8 +80,8 @@ def test_hidden_states_are_the_models_and_cost_no_compilation(kind: str) -> None
     counter = CompileCounterWithBackend("aot_eager")
     runner = compiled(copy.deepcopy(model), counter)
     passes(runner)
-    expected = passes(Runner(model), observed=())
-    for ours, theirs in zip(passes(runner, observed=()), expected, strict=True):
+    expected = passes(Runner(model), observed=ALL_LAYERS)
+    for ours, theirs in zip(passes(runner, observed=ALL_LAYERS), expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
     assert counter.frame_count == 4
     assert runner.compiled.compiler.whole
@@ -90,7 +91,7 @@ def test_hidden_states_are_the_models_and_cost_no_compilation(kind: str) -> None
 def test_what_one_model_breaks_another_is_spared() -> None:
     """dynamo gives up code, not functions: models whose layers are the same code do not share it."""
     broken = tiny_model("llama")
-    passes(Runner(broken), observed=())  # leaves hooks in the model that dynamo cannot trace
+    passes(Runner(broken), observed=ALL_LAYERS)  # leaves hooks in the model that dynamo cannot trace
     passes(compiled(broken))
     counter = CompileCounterWithBackend("aot_eager")
     passes(compiled(tiny_model("llama"), counter))

@@ -15,6 +15,7 @@ from specdec.decoding.acceptance import MATCH, AcceptanceRule, Block
 from specdec.device.graphs import check_compile
 from specdec.errors import SpecdecError
 from specdec.models.kv_cache import rounded_up
+from specdec.models.passes import ALL_LAYERS
 from specdec.models.runner import Runner
 from tests.helpers.recording import Frozen, OnlyPasses, Refusing, Rerun, replayed
 from tests.helpers.tiny import tiny_model
@@ -234,9 +235,9 @@ def test_results_survive_the_next_pass() -> None:
     """Drafters may keep what they observed, also where the pass that made it is replayed into the same memory."""
     runner = Runner(tiny_model("llama"), recorder=Rerun())
     cache, shapes = runner.lease(1, 64), specdec.models.runner.Shapes((1, 4), 4, 32)
-    first = runner.step(cache, shapes, torch.tensor([[5]]), [0], [1], observed=())
+    first = runner.step(cache, shapes, torch.tensor([[5]]), [0], [1], observed=ALL_LAYERS)
     kept = [first.logits.clone(), *(h.clone() for h in first.hidden)]
-    runner.step(cache, shapes, torch.tensor([[7]]), [1], [1], observed=())
+    runner.step(cache, shapes, torch.tensor([[7]]), [1], [1], observed=ALL_LAYERS)
     assert all(torch.equal(a, b) for a, b in zip([first.logits, *first.hidden], kept, strict=True))
 
 

@@ -38,7 +38,7 @@ class Admission:
 
     def __post_init__(self) -> None:
         self.runner, self.cache, self.shapes = self.verifier.runner, self.verifier.cache, self.verifier.shapes
-        self.observed = self.chain.observed_layers
+        self.observed = self.chain.observed_layers or None  # of prompts logits are not computed
 
     def start(self, rows: Mapping[int, Row]) -> None:
         """Put rows into their slots, in groups that are prefilled together."""

@@ -14,6 +14,7 @@ from specdec.drafters.ngram.map import NgramMapK, NgramMapK4V
 from specdec.drafters.ngram.mod import NgramMod
 from specdec.drafters.ngram.simple import NgramSimple
 from specdec.drafters.prompt_lookup import PromptLookup
+from specdec.drafters.recycling import TokenRecycling
 from specdec.drafters.self_speculation.strategy import EarlyExit
 from specdec.drafters.suffix import Suffix
 from specdec.drafters.suffix_index import SuffixStore
@@ -23,6 +24,7 @@ from specdec.files.own_code import find_object, make_object, parse_name
 STRATEGIES: dict[str, type[Any]] = {
     "draft-model": DraftModel,
     "prompt-lookup": PromptLookup,
+    "recycling": TokenRecycling,
     "suffix": Suffix,
     "ngram-simple": NgramSimple,
     "ngram-map-k": NgramMapK,
@@ -93,6 +95,6 @@ def _missing(made: Any) -> str:
 
 __all__ = [
     "STRATEGIES", "Draft", "DraftModel", "DraftRequest", "Drafter", "Eagle3", "EarlyExit", "LookupCache", "NgramCache",
-    "NgramMapK", "NgramMapK4V", "NgramMod", "NgramSimple", "PromptLookup", "Suffix", "SuffixStore", "find_strategy",
-    "make_drafters", "parse_strategy",
+    "NgramMapK", "NgramMapK4V", "NgramMod", "NgramSimple", "PromptLookup", "Suffix", "SuffixStore", "TokenRecycling",
+    "find_strategy", "make_drafters", "parse_strategy",
 ]  # fmt: skip

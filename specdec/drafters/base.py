@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.models.passes import ALL_LAYERS
 from specdec.models.trees import depths_of
 from specdec.sampling.sampling import Purpose, Sampling
 
@@ -228,8 +229,8 @@ class Drafter:
 
     @property
     def observed_layers(self) -> tuple[int, ...] | None:
-        """Hidden states it must see of every target pass, prompts included (0 = the embedding's output, i = after block
-        i): None = none, () = all. They arrive by `observe`."""
+        """Hidden states it must see of every target pass, prompts included: 0 = the embedding's output, i = after block
+        i, `ALL_LAYERS` = all; () = logits and tokens alone, None = nothing. They arrive by `observe`."""
         return None
 
     @property
@@ -309,7 +310,7 @@ def as_drafter(made: Any) -> Any:
         return made
     known = {name: getattr(made, name) for name in dir(Drafter) if name[0] != "_" and hasattr(made, name)}
     if "observe" in known:
-        known.setdefault("observed_layers", ())
+        known.setdefault("observed_layers", ALL_LAYERS)
     if "fresh" in known:
         known["fresh"] = lambda context: as_drafter(made.fresh(context))
     else:

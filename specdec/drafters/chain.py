@@ -23,6 +23,7 @@ from torch import Tensor
 from specdec.device.host_read import HostReader
 from specdec.drafters.base import NO_DRAFT, Draft, DraftContext, Drafter, DraftRequest, Tokens, as_drafter
 from specdec.errors import SpecdecError
+from specdec.models.passes import ALL_LAYERS
 from specdec.models.runner import PassOutput
 from specdec.models.trees import check_parents
 from specdec.stats import Counters
@@ -129,11 +130,13 @@ class Chain:
 
     @property
     def observed_layers(self) -> tuple[int, ...] | None:
-        """The hidden states that the strategies observe, in order: None = none, empty = all."""
+        """The hidden states that the strategies observe, in order; None: nobody observes."""
         if not self.observers:
             return None
         asked = [d.observed_layers for d in self.observers]
-        return () if () in asked else tuple(sorted({layer for layers in asked for layer in layers or ()}))
+        return (
+            ALL_LAYERS if ALL_LAYERS in asked else tuple(sorted({layer for layers in asked for layer in layers or ()}))
+        )
 
     def observe(self, output: PassOutput | None) -> None:
         """Show a target pass to the strategies that observe it."""

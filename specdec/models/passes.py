@@ -10,10 +10,13 @@ from torch import Tensor
 from specdec.device.buffers import Buffers
 from specdec.models.trees import TreePass
 
+ALL_LAYERS = (-1,)  # of `PassKey.observed`
+
 
 class PassKey(NamedTuple):
     """What is fixed in a pass: `batch` rows from `first_row` on, `width` columns, the K/V length that is read, how many
-    columns of logits (0 = all), which hidden states are returned (None = none, empty = all), and the slots of a tree's
+    columns of logits (0 = all), which hidden states are returned (`ALL_LAYERS` = all; None also says
+    that nobody observes the pass), and the slots of a tree's
     region (0 = no tree), and the layers that are left out."""
 
     batch: int

@@ -35,7 +35,7 @@ from specdec.models.fuse_projections import Fusion
 from specdec.models.kinds import layer_configs
 from specdec.models.kv_cache import CachePool, RaggedCache, rounded_up
 from specdec.models.layer_subset import leave_out
-from specdec.models.passes import PassInputs, PassKey, PassResult
+from specdec.models.passes import ALL_LAYERS, PassInputs, PassKey, PassResult
 from specdec.models.quantised import rows_of, weight_of
 from specdec.models.rope import RowRope, switch_position
 from specdec.models.state import recorded_from
@@ -109,7 +109,7 @@ class PassOutput:
     logits [B', S', V], in the model's dtype
     tokens [B', S], as fed: row b is slot `first_row + b`, at the positions `starts[b]...`, `counts[b]` of them real
     hidden: hidden states [B', S, H] of the observed `layers`, or None where nothing observes
-    layers: their indices, 0 = the embedding's output, i = after block i; empty = all of them
+    layers: their indices, 0 = the embedding's output, i = after block i; or `ALL_LAYERS`
     tree: where the tokens really are when rows of the pass hold trees
     """
 
@@ -125,7 +125,7 @@ class PassOutput:
     def states(self, layers: Sequence[int]) -> Tensor:
         """Hidden states of these layers side by side, [B', S, H * layers]."""
         assert self.hidden is not None, "nothing observes this pass"
-        places = [self.layers.index(i) for i in layers] if self.layers else layers
+        places = layers if self.layers == ALL_LAYERS else [self.layers.index(i) for i in layers]
         return torch.cat([self.hidden[i] for i in places], dim=-1)
 
 
@@ -236,7 +236,7 @@ class Runner:
         """One pass. tokens [B, S] on the model's device, S an allowed width; row b feeds `counts[b]` of them at the
         positions `starts[b], starts[b] + 1, ...` (0 = the row takes no part), or where `tree` puts them. `rows` names
         the cache rows that the batch stands for (default all); `keep` > 0 computes logits of the last `keep` columns
-        only; `observed`: hidden states to return as well, None = none, empty = all.
+        only; `observed`: hidden states to return as well (`ALL_LAYERS` = all).
         """
         region = 0 if tree is None else tree.region
         reach = max(s + max(c, region) for s, c in zip(starts, counts, strict=True))
@@ -279,7 +279,7 @@ class Runner:
         }
         if key.keep and self.can_trim_logits:
             arguments["logits_to_keep"] = key.keep
-        if key.observed is not None:
+        if key.observed:
             arguments["output_hidden_states"] = True
         attention = None
         if self.own_attention:
@@ -291,10 +291,10 @@ class Runner:
             if forward is not None and not cache.nbytes:
                 self.view.model(**arguments)  # allocates: compiled code that did would be another program than the next
             out = (forward or self.view.model)(**arguments)
-        if key.observed is None:
+        if not key.observed:
             return PassResult(out.logits)
         states = out.hidden_states
-        return PassResult(out.logits, tuple(states[i] for i in key.observed) if key.observed else states)
+        return PassResult(out.logits, states if key.observed == ALL_LAYERS else tuple(states[i] for i in key.observed))
 
     def prepare(
         self, inputs: PassInputs, width: int, kv_len: int, capacity: int

@@ -42,6 +42,7 @@ from specdec.drafters.eagle3.head import EagleHead
 from specdec.drafters.eagle3.rows import HeadInputs, HeadRows
 from specdec.errors import SpecdecError
 from specdec.models.kv_cache import CachePool
+from specdec.models.passes import ALL_LAYERS
 from specdec.models.runner import KV_STEP, PassOutput
 from specdec.sampling.sampling import Purpose, best, race, streams
 
@@ -140,7 +141,7 @@ class Eagle3(Drafter):
     @property
     def observed_layers(self) -> tuple[int, ...]:
         """Hidden states of the target that it must see; () = all, before the target is known."""
-        return self._layers
+        return self._layers or ALL_LAYERS
 
     def fresh(self, context: DraftContext) -> Eagle3:
         made = copy.copy(self)
