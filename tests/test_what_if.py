@@ -14,7 +14,8 @@ from specdec.demo_models import draft_path, target_path
 from specdec.research.bootstrap import ratio_error
 from specdec.research.offline import forcing, what_if
 from specdec.research.offline.replay import Text
-from specdec.research.offline.what_if import Cost, WhatIf, draft_lengths, estimate, round_starts
+from specdec.research.offline.what_if import WhatIf, draft_lengths, estimate, round_starts
+from specdec.theory import Costs
 from tests.helpers.laws import small_model
 from tests.helpers.playing import looping, quoting_ids, random_ids, weaker
 from tests.helpers.tiny import tiny_model
@@ -157,13 +158,13 @@ def test_an_earlier_plain_run_can_be_read_again(decoder: specdec.SpeculativeDeco
 def test_speed_up_weighs_tokens_against_drafts(decoder: specdec.SpeculativeDecoder) -> None:
     prompts = [random_ids(4, 1, VOCAB)]
     free, dear = (
-        estimate(decoder, prompts, max_new_tokens=30, cost=Cost(draft, lambda n: 0.0)) for draft in (0.0, 1.0)
+        estimate(decoder, prompts, max_new_tokens=30, cost=Costs(draft, lambda n: 0.0)) for draft in (0.0, 1.0)
     )
     assert free.best().tokens_per_round == max(p.tokens_per_round for p in free.plans)
     for plan in free.plans:
         assert plan.speedup == pytest.approx(plan.tokens_per_round)
     assert dear.best().k == 1
-    beside = estimate(decoder, prompts, (2,), chains=CHAINS, max_new_tokens=30, cost=Cost(1.0, lambda n: 0.0))
+    beside = estimate(decoder, prompts, (2,), chains=CHAINS, max_new_tokens=30, cost=Costs(1.0, lambda n: 0.0))
     assert beside.best().k == 2, "tokens per round of a chain were compared with a speed-up"
     for plan in dear.plans:
         assert plan.speedup == pytest.approx(plan.tokens_per_round / (1 + plan.drafted_per_round))

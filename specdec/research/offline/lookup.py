@@ -6,10 +6,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from specdec.config import check_whole
 from specdec.drafters.ngram.cache import propose
 from specdec.drafters.ngram.lookup_cache import LookupCache
 from specdec.errors import SpecdecError
+from specdec.models.kv_cache import common_prefix
+from specdec.stats import RoundRecord, Tally
 
 
 def chunk_count(total: int, n_ctx: int) -> int:
@@ -18,9 +22,13 @@ def chunk_count(total: int, n_ctx: int) -> int:
 
 
 def lookup_stats(
-    ids: Sequence[int], n_ctx: int = 4096, n_draft: int = 3, static: LookupCache | None = None,
-    dynamic: LookupCache | None = None, advance: Callable[[], None] | None = None,
-) -> dict[str, Any]:  # fmt: skip
+    ids: Sequence[int],
+    n_ctx: int = 4096,
+    n_draft: int = 3,
+    static: LookupCache | None = None,
+    dynamic: LookupCache | None = None,
+    advance: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
     """Walk a text in chunks of `n_ctx` ids as if a target wrote it, and count which drafted ids it would accept.
 
     Every chunk starts with an empty context cache, which is added to the dynamic one at its end (a copy: what is given
@@ -32,44 +40,32 @@ def lookup_stats(
     chunks = chunk_count(len(ids), n_ctx)
     if chunks == 0:
         raise SpecdecError(f"lookup stats: {len(ids)} tokens are no more than one chunk of {n_ctx}, which is skipped")
-    grown = LookupCache()
+    grown, records, seconds = LookupCache(), [], 0.0
     if dynamic is not None:
         grown.merge(dynamic)
-    counts = dict.fromkeys(("rounds", "drafted_rounds", "draft_tokens", "accepted_tokens"), 0)
-    seconds = 0.0
     for i in range(chunks):
         context = LookupCache()
-        seconds += _walk(ids[i * n_ctx : (i + 1) * n_ctx], n_draft, context, grown, static, counts)
+        truth, text = np.asarray(ids[i * n_ctx : (i + 1) * n_ctx]), [int(ids[i * n_ctx])]
+        while len(text) < len(truth):
+            started, size = time.perf_counter(), len(text)
+            draft = propose(text, n_draft, context, grown, static)
+            seconds += time.perf_counter() - started
+            accepted = common_prefix(np.array(draft, dtype=np.int64), truth[size : size + n_draft + 1])
+            records.append(RoundRecord("ngram-cache", len(draft), accepted))
+            for token in truth[size : size + accepted + 1]:
+                text.append(int(token))
+                context.update(text, 1)
         grown.merge(context)
-        if advance is not None:
-            advance()
-    drafted, accepted, rounds = counts["draft_tokens"], counts["accepted_tokens"], counts["rounds"]
+        advance()
+    t = Tally.of(records)
+    counts = {name: getattr(t, name) for name in ("rounds", "drafted_rounds", "draft_tokens", "accepted_tokens")}
     return {
-        "tokens": len(ids), "chunks": chunks, "n_ctx": n_ctx, "n_draft": n_draft, **counts,
-        "draft_acceptance_rate": accepted / drafted if drafted else None,
-        "tokens_per_round": chunks * (n_ctx - 1) / rounds, "draft_seconds": seconds,
-    }  # fmt: skip
-
-
-def _walk(
-    truth: Sequence[int], n_draft: int, context: LookupCache, dynamic: LookupCache, static: LookupCache | None,
-    counts: dict[str, int],
-) -> float:  # fmt: skip
-    """One chunk; adds to `counts` and returns the seconds spent drafting."""
-    text, seconds = [int(truth[0])], 0.0
-    while len(text) < len(truth):
-        started = time.perf_counter()
-        draft = propose(text, n_draft, context, dynamic, static)
-        seconds += time.perf_counter() - started
-        size = len(text)
-        rest = truth[size : size + n_draft + 1]
-        accepted = next((k for k, (a, b) in enumerate(zip(draft, rest, strict=False)) if a != b), len(draft))
-        accepted = min(accepted, len(rest))
-        for token in rest[: accepted + 1]:
-            text.append(int(token))
-            context.update(text, 1)
-        counts["rounds"] += 1
-        counts["drafted_rounds"] += bool(draft)
-        counts["draft_tokens"] += len(draft)
-        counts["accepted_tokens"] += accepted
-    return seconds
+        "tokens": len(ids),
+        "chunks": chunks,
+        "n_ctx": n_ctx,
+        "n_draft": n_draft,
+        **counts,
+        "draft_acceptance_rate": t.draft_acceptance_rate,
+        "tokens_per_round": chunks * (n_ctx - 1) / t.rounds,
+        "draft_seconds": seconds,
+    }

@@ -5,9 +5,10 @@
     found.best()
 
 The target writes the texts once, plainly; then target and draft read them, a *teacher-forced* pass each. At every token
-x of the text this gives the probability w that a draft would have stood there, given that x was written: min(1, q(x) /
-p(x)) under `leviathan` (specdec.theory, which also says why products of 1 - TV would be biased), 1 or 0 for argmax
-proposals (greedy, `match`) and for `coupled`, whose draws are known. Along a text the tests are independent, so that
+x of the text this gives the probability w that a draft would have been accepted there, given that x was written:
+min(1, q(x) / p(x)) under `leviathan` (specdec.theory, which also says why products of 1 - TV would be biased), 1 or 0
+for argmax proposals (greedy, `match`) and for `coupled`, whose samples are known. Along a text the tests are
+independent, so that
 
 - drafts of the draft model alone are a Markov chain over round starts, and their expected rounds are computed exactly,
   for every k and p_min at once;
@@ -16,20 +17,21 @@ proposals (greedy, `match`) and for `coupled`, whose draws are known. Along a te
 
 Averaged over texts both are unbiased; for greedy, `match` and `coupled` runs, whose text does not depend on the
 drafter, they are about the very texts that a speculative run would write. Not covered, and refused: trees, `top_n`, and
-`n_min` where it would throw drafts away. One estimate is approximate: how many tokens are drafted behind the first that
-falls, where p_min decides; the text's own confidences stand in for those of the draft's continuation. Strategies that
-are told to share state between rows are replayed row after row, as with batch_size=1.
+`n_min` where it would throw drafts away. One estimate is approximate: how many tokens are drafted after the first that
+is rejected, where p_min decides; the text's own confidences stand in for those of the draft's continuation. Strategies
+that are told to share state between rows are replayed row after row, as with batch_size=1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
 from specdec.config import check_number, check_whole
+from specdec.decoder import check_draft
 from specdec.decoding.timing import measure_passes, room_for
 from specdec.drafters import make_drafters
 from specdec.drafters.base import Draft, DraftContext, Drafter, DraftRequest, Tokens
@@ -38,27 +40,22 @@ from specdec.errors import SpecdecError
 from specdec.research.bootstrap import ratio
 from specdec.research.offline.forcing import ForcedText, force
 from specdec.research.offline.replay import Text, model_free_chain, replay
+from specdec.theory import Costs
 
 RULES = ("leviathan", "match", "coupled")
 
 
 @dataclass(frozen=True)
-class Cost:
-    """Times in plain target passes. draft: of one draft step; wide: extra time of a pass over n + 1 tokens, by n."""
-
-    draft: float
-    wide: Callable[[float], float] = field(default=lambda drafted: 0.0)
-
-    def of_round(self, steps: float, drafted: float) -> float:
-        return 1.0 + steps * self.draft + self.wide(drafted)
-
-
-@dataclass(frozen=True)
 class Plan:
-    """One setting and what it gives. chain: the strategies as given, or "draft-model" with k and p_min; tokens, rounds:
-    over all texts; low, high: 95 % interval of tokens_per_round, from resampled texts (None with one text);
-    drafted_per_round: tokens; speedup: None without a cost or, for chains, where the model's share is unknown; counts:
-    (tokens, rounds, drafted tokens) of each text."""
+    """One setting and what it gives.
+
+    chain: the strategies as given, or "draft-model" with k and p_min.
+    tokens, rounds: over all texts.
+    low, high: 95 % interval of tokens_per_round, from resampled texts; None = of one text.
+    drafted_per_round: tokens.
+    speedup: None = without costs; of chains, where the model's share is unknown.
+    counts: (tokens, rounds, drafted tokens) of each text.
+    """
 
     chain: str
     k: int | None
@@ -79,8 +76,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class WhatIf:
-    """plans: draft-model for every p_min and k, then the chains; expected_acceptance: mean over all tokens, None
-    without a draft model; texts: what it was computed from."""
+    """What `estimate` found.
+
+    plans: draft-model for every p_min and k, then the chains.
+    expected_acceptance: mean over all tokens; None = without a draft model.
+    texts: what it was computed from.
+    """
 
     plans: list[Plan]
     expected_acceptance: float | None
@@ -101,7 +102,7 @@ def estimate(
     *,
     acceptance: str = "leviathan",
     outputs: Sequence[Sequence[int]] | None = None,
-    cost: Cost | None = None,
+    cost: Costs | None = None,
     samples: int = 16,
     seed: int = 0,
     **options: Any,
@@ -185,7 +186,7 @@ def round_starts(weight: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     return starts[:n]
 
 
-def _markov(texts: Sequence[ForcedText], k: int, p_min: float, cost: Cost | None, seed: int) -> Plan:
+def _markov(texts: Sequence[ForcedText], k: int, p_min: float, cost: Costs | None, seed: int) -> Plan:
     counts, steps = [], 0.0
     for text in texts:
         lengths = draft_lengths(text.confidence, k, p_min)
@@ -196,7 +197,7 @@ def _markov(texts: Sequence[ForcedText], k: int, p_min: float, cost: Cost | None
         steps += float((starts * np.minimum(lengths + 1, limits)).sum()) if p_min else float(counts[-1][2])
     total = np.array(counts, np.float64)
     tokens, rounds, drafted = total.sum(axis=0).tolist()
-    speedup = tokens / rounds / cost.of_round(steps / rounds, drafted / rounds) if cost is not None and rounds else None
+    speedup = cost.speedup(tokens / rounds, steps / rounds, drafted / rounds) if cost is not None and rounds else None
     return _plan("draft-model", k, p_min, total, seed, speedup)
 
 
@@ -206,15 +207,13 @@ def _plan(chain: str, k: int | None, p_min: float | None, counts: np.ndarray, se
     if not rounds:
         return Plan(chain, k, p_min, 0, 0.0, 0.0, None, None, 0.0, None)
     found = ratio(counts[:, 0].tolist(), counts[:, 1].tolist(), seed=seed)
-    own = tuple(map(tuple, counts.tolist()))
-    return Plan(
-        chain, k, p_min, round(tokens), rounds, tokens / rounds, found.low, found.high, drafted / rounds, speedup, own
-    )
+    ends, own = (found.low, found.high), tuple(map(tuple, counts.tolist()))
+    return Plan(chain, k, p_min, round(tokens), rounds, tokens / rounds, *ends, drafted / rounds, speedup, own)
 
 
 @dataclass
 class _Forced(Drafter):
-    """Stands in for `draft-model` in a replay: proposes what is written while its coin falls, then something else."""
+    """Stands in for `draft-model` in a replay: proposes what is written while its coin accepts, then something else."""
 
     n_max: int
     p_min: float
@@ -250,12 +249,11 @@ class _Forced(Drafter):
 def _drafters(chain: Any, decoder: Any, argmax: bool) -> list[Any]:
     """The chain with stand-ins for the draft model. Raises SpecdecError for what is not covered."""
     drafters = make_drafters(chain, decoder.draft is not None)
+    check_draft(drafters, decoder.draft)
     for i, drafter in enumerate(drafters):
         if drafter.name == "draft-model":
             if drafter.makes_trees or drafter.top_n is not None or drafter.translate or (argmax and drafter.n_min):
                 raise SpecdecError("what_if covers draft-model with n_max and p_min: no trees, top_n, translate, n_min")
-            if decoder.draft is None:
-                raise SpecdecError("what_if: strategy 'draft-model' needs a draft model")
             drafters[i] = _Forced(drafter.n_max, drafter.p_min, drafter.n_min, np.random.default_rng(0))
         elif drafter.name in ("eagle3", "early-exit"):
             raise SpecdecError(f"what_if: strategy {drafter.name!r} needs a model of its own: it is not covered")
@@ -287,7 +285,7 @@ def _label(chain: Any) -> str:
     return ",".join(parts) or "none"
 
 
-def measure_cost(decoder: Any, context: int = 256, widest: int = 8, repeats: int = 7) -> Cost:
+def measure_cost(decoder: Any, context: int = 256, widest: int = 8, repeats: int = 7) -> Costs:
     """Time passes at `context` tokens: a plain target pass, a draft step, and target passes of 2..widest + 1 tokens.
 
     Medians of `repeats`, batch 1, of the passes of calls (decoding/timing.py). Costs between measured widths are
@@ -298,4 +296,4 @@ def measure_cost(decoder: Any, context: int = 256, widest: int = 8, repeats: int
     seconds = measure_passes(decoder, (1,), (context,), widths, repeats)
     plain, draft = seconds["target", 1, context, 1], seconds.get(("draft", 1, context, 1), 0.0)
     extra = [seconds["target", 1, context, w] / plain - 1.0 for w in widths]
-    return Cost(draft / plain, lambda drafted: float(np.interp(drafted + 1, widths, extra)))
+    return Costs(draft / plain, lambda drafted: float(np.interp(drafted + 1, widths, extra)))
