@@ -12,9 +12,11 @@ pair. The time to read the weights once is their size over the bandwidth of a me
 from __future__ import annotations
 
 import argparse
+import itertools
+import statistics
 import time
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +30,37 @@ from specdec.models.attention import MATMUL, RAGGED
 from specdec.models.runner import Runner, Shapes
 from specdec.research.bench import origin
 from specdec.research.bench.passes import bandwidth, pass_ms, timed
+from specdec.research.models.choice import bytes_read
 
-LLAMA = {
-    "135M": {
-        "hidden_size": 576,
-        "num_hidden_layers": 30,
-        "intermediate_size": 1536,
-        "head_dim": 64,
-        "num_key_value_heads": 3,
-    },
-    "1B": {"hidden_size": 2048, "num_hidden_layers": 16, "intermediate_size": 8192, "head_dim": 64},
-    "8B": {"hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14336, "head_dim": 128},
-}
-TINY = {"1B": {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "head_dim": 16}}
-VOCAB = {"135M": 49152, "1B": 128256, "8B": 128256}
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a Llama model. kv_heads 0 = a quarter of the heads."""
+
+    hidden: int
+    layers: int
+    mlp: int
+    head: int
+    kv_heads: int = 0
+    vocab: int = 128_256
+
+    def build(self, device: torch.device) -> Any:
+        heads = self.hidden // self.head
+        config = LlamaConfig(
+            vocab_size=self.vocab, hidden_size=self.hidden, num_hidden_layers=self.layers, intermediate_size=self.mlp,
+            head_dim=self.head, num_attention_heads=heads, num_key_value_heads=self.kv_heads or max(1, heads // 4),
+            tie_word_embeddings=False, max_position_embeddings=8192,
+        )  # fmt: skip
+        config.dtype = torch.bfloat16
+        with torch.device(device):
+            return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+
+
+DRAFT = Shape(576, 30, 1536, 64, 3, 49_152)
+LLAMA = {"135M": DRAFT, "1B": Shape(2048, 16, 8192, 64), "8B": Shape(4096, 32, 14336, 128)}
+TINY = {"1B": Shape(64, 2, 128, 16, vocab=256)}
+# By --modes: shapes of a draft, of the target that docs/speed.md has as 6.4B, and of what lies between.
+SIZES = {"135M": DRAFT, "1B": replace(LLAMA["1B"], vocab=49_152), "6.4B": Shape(4032, 32, 12288, 64, 21, 49_152)}
 DRAFTS = ("135M",)  # looked at compiled only
 WIDTHS, LENGTHS, BATCHES = (1, 8, 16), (512, 4096), (1, 8)
 CHUNKS = (256, 512, 1024, 2048)
@@ -52,20 +71,8 @@ COMPILED = {
     "1B": (("inductor", 1, 512, 1), ("inductor", 8, 512, 1), ("max", 1, 512, 1)),
     "8B": (("inductor", 8, 512, 1), ("inductor", 8, 4096, 1), ("inductor", 8, 512, 8)),
 }
-# By --modes: shapes of a draft, of the target that docs/speed.md has as 6.4B, and of what lies between.
-SIZES = {
-    "135M": LLAMA["135M"],
-    "1B": LLAMA["1B"],
-    "6.4B": {
-        "hidden_size": 4032, "num_hidden_layers": 32, "intermediate_size": 12288, "head_dim": 64,
-        "num_attention_heads": 63, "num_key_value_heads": 21,
-    },
-}  # fmt: skip
 MODES = ("inductor", "max")
-PROMPTS = [
-    "def read(self, path):\n    with open(path) as f:\n",
-    "for i in range(10):\n    print(i)\n" * 12,
-]
+PROMPTS = ["def read(self, path):\n    with open(path) as f:\n", "for i in range(10):\n    print(i)\n" * 12]
 CALLS: dict[str, dict[str, Any]] = {
     "plain": {"strategies": []},
     "draft-model": {"strategies": ["draft-model"]},
@@ -83,54 +90,32 @@ def main() -> None:
     parser.add_argument("--modes", action="store_true", help="nothing but inductor against max, widths 1 and 8")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    result: dict[str, Any] = {
-        **origin(),
-        "device": device_name(device),
-        "settings": {"dtype": "bfloat16", "tiny": args.tiny, "repeats": REPEATS, "new_tokens": 4 if args.tiny else 32},
-        "copy_bandwidth": bandwidth(device, 1 << (20 if args.tiny else 30)),
-        "generation": {}, "passes": {},
-    }  # fmt: skip
-    shapes = TINY if args.tiny else SIZES if args.modes else LLAMA
+    tokens, copy = 4 if args.tiny else 32, bandwidth(device, 1 << (20 if args.tiny else 30))
+    settings = {"dtype": "bfloat16", "tiny": args.tiny, "repeats": REPEATS, "new_tokens": tokens}
+    result = {**origin(), "device": device_name(device), "settings": settings, "copy_bandwidth": copy}
+    result |= {"generation": {}, "passes": {}}
 
     def left() -> float:
         return args.seconds - (time.perf_counter() - START)
 
-    def save() -> None:
-        write_json(args.out, result)
-
-    for size, shape in shapes.items():
+    for size, shape in (TINY if args.tiny else SIZES if args.modes else LLAMA).items():
+        model = shape.build(device)
         if args.modes:
-            result["passes"][size] = modes(shape, device, left)
-            save()
-            continue
-        model = build(shape, VOCAB[size] if not args.tiny else 256, device)
-        size_read = sum(p.nbytes for p in model.parameters()) - model.get_input_embeddings().weight.nbytes
-        entry = {"bytes_read": size_read, "read_once_ms": size_read / result["copy_bandwidth"] * 1e3}
-        result["passes"][size] = {**entry, **({"table": {}} if size in DRAFTS else passes(model, device, left))}
-        save()
-        print(size, f"{time.perf_counter() - START:.0f} s", flush=True)
-        if not args.no_compiled:
-            result["passes"][size]["compiled"] = compiled(model, COMPILED[size], left)
-            save()
+            entry = modes(model, left)
+        else:
+            read = bytes_read(model)
+            entry = {"bytes_read": read, "read_once_ms": read / copy * 1e3, "table": {}}
+            if size not in DRAFTS:
+                entry |= passes(model, device, left)
+            if not args.no_compiled:
+                entry["compiled"] = compiled(model, COMPILED[size], left)
+        result["passes"][size] = entry
+        print(size, f"{time.perf_counter() - START:.0f} s", entry, flush=True)
+        write_json(args.out, result)
         del model
-    result["seconds"] = time.perf_counter() - START
-    if args.modes:
-        save()
-        return
-    result["generation"] = generations(device, result["settings"]["new_tokens"])
-    result["seconds"] = time.perf_counter() - START
-    save()
-    summary(result)
-
-
-def build(shape: dict[str, int], vocab: int, device: torch.device) -> Any:
-    heads = shape["hidden_size"] // shape["head_dim"]
-    kv = {"num_attention_heads": heads, "num_key_value_heads": max(1, heads // 4)}
-    config = LlamaConfig(vocab_size=vocab, **{**kv, **shape}, tie_word_embeddings=False, max_position_embeddings=8192)
-    config.dtype = torch.bfloat16
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    return model.eval()
+    if not args.modes:
+        result["generation"] = generations(device, tokens)
+    write_json(args.out, {**result, "seconds": time.perf_counter() - START})
 
 
 def passes(model: Any, device: torch.device, left: Any) -> dict[str, Any]:
@@ -138,37 +123,26 @@ def passes(model: Any, device: torch.device, left: Any) -> dict[str, Any]:
     table: dict[str, Any] = {}
     graphs = "graph" if device.type == "cuda" else "off"
     runners = {
-        "off": Runner(model, None, "off"), "graph": Runner(model, None, graphs),
-        "kernel": Runner(model, RAGGED, graphs), "products": Runner(model, MATMUL, graphs),
+        "off": Runner(model, None, "off"),
+        "graph": Runner(model, None, graphs),
+        "kernel": Runner(model, RAGGED, graphs),
+        "products": Runner(model, MATMUL, graphs),
         "fused": Runner(model, None, graphs, fuse=True),
-    }  # fmt: skip
-    whole = _fill(table, runners, device, left)
-    made, fusion = runners["graph"].recorded, runners["fused"].fusion
-    return {
-        "table": table, "cut": not whole, "capture": {"graphs": made[0], "seconds": made[1]},
-        "fused": len(fusion or ()), "prefill": prefills(Runner(model, None, graphs), left),
-    }  # fmt: skip
-
-
-def _fill(table: dict[str, Any], runners: dict[str, Runner], device: torch.device, left: Any) -> bool:
-    """Time every shape with every runner; whether the time was enough."""
+    }
     shapes = Shapes.choose(device, False, LENGTHS[-1])
-    for batch in BATCHES:
-        for length in LENGTHS:
-            for width in WIDTHS:
-                entry = table.setdefault(f"width {width}, {length} slots, batch {batch}", {})
-                for mode, runner in runners.items():
-                    if left() < 0:
-                        return False
-                    entry[mode] = pass_ms(runner, shapes, batch, width, length, LENGTHS[-1])
-    return True
+    for (batch, length, width), mode in itertools.product(itertools.product(BATCHES, LENGTHS, WIDTHS), runners):
+        if left() > 0:
+            entry = table.setdefault(f"width {width}, {length} slots, batch {batch}", {})
+            entry[mode] = pass_ms(runners[mode], shapes, batch, width, length, LENGTHS[-1])
+    made, fusion = runners["graph"].recorded, runners["fused"].fusion
+    found = {"table": table, "cut": left() < 0, "capture": {"graphs": made[0], "seconds": made[1]}}
+    return {**found, "fused": len(fusion or ()), "prefill": prefills(Runner(model, None, graphs), left)}
 
 
 def prefills(runner: Runner, left: Any) -> dict[str, Any]:
     """A prompt of 2048 tokens in chunks of several widths."""
     table: dict[str, Any] = {}
-    total = min(2048, LENGTHS[-1])
-    cache = runner.lease(1, LENGTHS[-1])
+    total, cache = min(2048, LENGTHS[-1]), runner.lease(1, LENGTHS[-1])
     ids = [i % runner.vocab_size for i in range(total)]
     for width in CHUNKS:
         if left() < 0:
@@ -192,13 +166,11 @@ def compiled(model: Any, wanted: Iterable[tuple[str, int, int, int]], left: Any)
         entry = pass_ms(runner, shapes, batch, width, length, LENGTHS[-1])
         name = f"{mode}, width {width}, {length} slots, batch {batch}"
         table[name] = {**entry, "made_in_s": runner.recorded[1], "failures": runner.failures}
-        print(name, table[name], flush=True)
     return table
 
 
-def modes(shape: dict[str, int], device: torch.device, left: Any) -> dict[str, Any]:
+def modes(model: Any, left: Any) -> dict[str, Any]:
     """Passes of one token and of eight under either mode: milliseconds, and max over inductor."""
-    model = build(shape, VOCAB["135M"], device)
     table: dict[str, Any] = {}
     for width in (1, 8):
         found = compiled(model, [(mode, width, 512, 1) for mode in MODES], left)
@@ -206,7 +178,6 @@ def modes(shape: dict[str, int], device: torch.device, left: Any) -> dict[str, A
         if "cut" not in found:
             inductor, most = (entry["median"] for entry in found.values())
             table[f"max : inductor, width {width}"] = most / inductor
-            print(f"width {width}, max : inductor = {most / inductor:.3f}", flush=True)
     return table
 
 
@@ -214,51 +185,40 @@ def generations(device: torch.device, tokens: int) -> dict[str, Any]:
     """The embedded pair, eager and by graphs: are the ids the same, and what does a call take."""
     found: dict[str, Any] = {}
     for dtype in ("float32", "bfloat16"):
+        loading = {"device": str(device), "dtype": dtype, "draft_dtype": dtype}
         decoders = {
-            mode: specdec.SpeculativeDecoder.from_pretrained(
-                "demo-target", "demo-draft", device=str(device), dtype=dtype, draft_dtype=dtype, compile=mode
-            )
-            for mode in ("off", "auto")
+            name: specdec.SpeculativeDecoder.from_pretrained("demo-target", "demo-draft", compile=mode, **loading)
+            for name, mode in (("eager", "off"), ("graph", "auto"))
         }
-        texts: dict[str, list[list[int]]] = {}
+        plain: list[list[int]] = []
         for name, call in CALLS.items():
-            entry: dict[str, Any] = {}
-            ids = {}
-            for mode, dec in decoders.items():
-                options = {"max_new_tokens": tokens, "ignore_eos": True, "batch_size": 1, "seed": 5, **call}
-                first = dec.generate(PROMPTS, **options)
-                outs = [dec.generate(PROMPTS, **options) for _ in range(REPEATS)]
-                median = sorted(out.stats.times.total for out in outs)[REPEATS // 2]
-                ids[mode] = first.token_ids
-                again = [out.provenance["compile"]["target"]["captured"] for out in outs]
-                rounds = first.stats.verify_passes
-                entry["eager" if mode == "off" else "graph"] = {
-                    "ms_a_token": median / (tokens * len(PROMPTS)) * 1e3, "ms_a_round": median / rounds * 1e3,
-                    "first_call": first.provenance["compile"], "captured_again": sum(again),
-                    "stable": all(out.token_ids == first.token_ids for out in outs),
-                    "exact": first.provenance["exact"],
-                }  # fmt: skip
-            entry["graph_equals_eager"] = ids["off"] == ids["auto"]
-            texts.setdefault("sampled" if "temperature" in call else "greedy", ids["auto"])
+            options = {"max_new_tokens": tokens, "ignore_eos": True, "batch_size": 1, "seed": 5, **call}
+            outs = {
+                mode: [dec.generate(PROMPTS, **options) for _ in range(1 + REPEATS)] for mode, dec in decoders.items()
+            }
+            entry: dict[str, Any] = {mode: _calls(runs, tokens) for mode, runs in outs.items()}
+            ids = outs["graph"][0].token_ids
+            plain = plain or ids
+            entry["graph_equals_eager"] = outs["eager"][0].token_ids == ids
             if name == "draft-model":
-                entry["equals_plain"] = ids["auto"] == texts["greedy"]
+                entry["equals_plain"] = ids == plain
             found[f"{dtype}, {name}"] = entry
+            print(dtype, name, entry, flush=True)
     return found
 
 
-def summary(result: dict[str, Any]) -> None:
-    for name, entry in result["generation"].items():
-        print(name, {m: round(entry[m]["ms_a_token"], 3) for m in ("eager", "graph")}, entry["graph_equals_eager"],
-              entry.get("equals_plain"), entry["graph"]["stable"], entry["graph"]["captured_again"],
-              entry["graph"]["first_call"]["target"])  # fmt: skip
-    print(f"copy {result['copy_bandwidth'] / 1e12:.3f} TB/s")
-    for size, entry in result["passes"].items():
-        print(size, f"read once {entry['read_once_ms']:.2f} ms", entry.get("capture"), entry.get("cut"))
-        for name, row in entry.get("table", {}).items():
-            print("  ", name, {m: round(t["median"], 3) for m, t in row.items()})
-        print("   prefill", {name: round(t["median"], 1) for name, t in entry.get("prefill", {}).items()})
-        for name, row in entry.get("compiled", {}).items():
-            print("  ", name, row)
+def _calls(outs: list[Any], tokens: int) -> dict[str, Any]:
+    """What equal calls took, the first of which records."""
+    first, *others = outs
+    median = statistics.median(out.stats.times.total for out in others)
+    return {
+        "ms_a_token": median / (tokens * len(PROMPTS)) * 1e3,
+        "ms_a_round": median / first.stats.verify_passes * 1e3,
+        "first_call": first.provenance["compile"],
+        "captured_again": sum(out.provenance["compile"]["target"]["captured"] for out in others),
+        "stable": all(out.token_ids == first.token_ids for out in others),
+        "exact": first.provenance["exact"],
+    }
 
 
 if __name__ == "__main__":
