@@ -54,13 +54,19 @@ def main() -> None:
     assert summary is not None
     runner = summary["runner"]
     result = {
-        "what": "ablation runner beside decoding", "cells": len(grid.expand()),
-        "tokens_per_row": grid.generation["max_new_tokens"], **origin(),
-        "rows": summary["rows"], "runner": runner, **overheads(runner, reading, merging),
-        "reading_seconds": reading, "merge_seconds": merging,
-        "rows_compared": summary["gate"]["compared"], "rows_differing": len(summary["gate"]["differing"]),
+        "what": "ablation runner beside decoding",
+        "cells": len(grid.expand()),
+        "tokens_per_row": grid.generation["max_new_tokens"],
+        **origin(),
+        "rows": summary["rows"],
+        "runner": runner,
+        **overheads(runner, reading, merging),
+        "reading_seconds": reading,
+        "merge_seconds": merging,
+        "rows_compared": summary["gate"]["compared"],
+        "rows_differing": len(summary["gate"]["differing"]),
         "failed_rows": sum(e["rows"] for e in summary["errors"]),
-    }  # fmt: skip
+    }
     write_json(arguments.out, result)
     print(json.dumps(result, indent=1))
     if summary["missing"]:

@@ -47,10 +47,16 @@ class Shape:
     def build(self, device: torch.device) -> Any:
         heads = self.hidden // self.head
         config = LlamaConfig(
-            vocab_size=self.vocab, hidden_size=self.hidden, num_hidden_layers=self.layers, intermediate_size=self.mlp,
-            head_dim=self.head, num_attention_heads=heads, num_key_value_heads=self.kv_heads or max(1, heads // 4),
-            tie_word_embeddings=False, max_position_embeddings=8192,
-        )  # fmt: skip
+            vocab_size=self.vocab,
+            hidden_size=self.hidden,
+            num_hidden_layers=self.layers,
+            intermediate_size=self.mlp,
+            head_dim=self.head,
+            num_attention_heads=heads,
+            num_key_value_heads=self.kv_heads or max(1, heads // 4),
+            tie_word_embeddings=False,
+            max_position_embeddings=8192,
+        )
         config.dtype = torch.bfloat16
         with torch.device(device):
             return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()

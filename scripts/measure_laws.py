@@ -66,10 +66,17 @@ def _cases(root: ET.Element) -> list[dict[str, Any]]:
             if found is None:
                 continue
             statistic, critical, bins, n, distance = found.groups()
-            cases.append({
-                "test": test.get("name"), "passed": test.find("failure") is None, "statistic": _finite(statistic),
-                "critical": float(critical), "bins": int(bins), "samples": int(n), "total_variation": float(distance),
-            })  # fmt: skip
+            cases.append(
+                {
+                    "test": test.get("name"),
+                    "passed": test.find("failure") is None,
+                    "statistic": _finite(statistic),
+                    "critical": float(critical),
+                    "bins": int(bins),
+                    "samples": int(n),
+                    "total_variation": float(distance),
+                }
+            )
     return cases
 
 

@@ -70,15 +70,18 @@ COMPARED: dict[str, Make] = {
 }
 SWITCHED: dict[str, tuple[Any, dict[str, Any], tuple[str, ...]]] = {
     "ngram-map-k": (
-        NgramMapK, {"size_n": 3, "size_m": CAP, "min_hits": 2},
+        NgramMapK,
+        {"size_n": 3, "size_m": CAP, "min_hits": 2},
         ("fix_ratchet", "fix_blind_spot", "fix_begin", "fix_min_hits"),
     ),
     "ngram-map-k4v": (NgramMapK4V, {"size_n": 3, "size_m": CAP}, ("fix_ratchet", "fix_blind_spot", "fix_begin")),
     "ngram-mod": (
-        NgramMod, {"n_match": 6, "n_min": 1, "n_max": CAP, "table_size": 65_536}, ("fix_wipe", "fix_occupancy")
+        NgramMod,
+        {"n_match": 6, "n_min": 1, "n_max": CAP, "table_size": 65_536},
+        ("fix_wipe", "fix_occupancy"),
     ),
     "ngram-cache": (NgramCache, {}, ("fix_boundaries", "fix_begin")),
-}  # fmt: skip
+}
 
 
 def new_chain(drafter: Any, rows: int = 1) -> Chain:
@@ -190,8 +193,10 @@ def _switches(texts: Sequence[Text]) -> dict[str, Any]:
                 records += replay(chain, text.prompt, text.output, CAP, row=i % SLOTS)
             accepted, drafted = sum(r.accepted for r in records), sum(r.drafted for r in records)
             table[name]["variants"][variant] = {
-                "accepted": accepted, "drafted": drafted, "tokens_per_round": 1 + accepted / len(records)
-            }  # fmt: skip
+                "accepted": accepted,
+                "drafted": drafted,
+                "tokens_per_round": 1 + accepted / len(records),
+            }
             print(name, variant, accepted, drafted, flush=True)
     return table
 

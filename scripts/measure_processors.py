@@ -105,10 +105,13 @@ def main() -> None:
     with torch.no_grad():
         entries = measure(device, options.known, options.repeats)
     result = {
-        "shape": {"rows": ROWS, "columns": COLUMNS, "vocabulary": VOCAB}, "device": name, "threads": options.threads,
-        "repeats": options.repeats, "entries": entries,
+        "shape": {"rows": ROWS, "columns": COLUMNS, "vocabulary": VOCAB},
+        "device": name,
+        "threads": options.threads,
+        "repeats": options.repeats,
+        "entries": entries,
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-    }  # fmt: skip
+    }
     if options.out is not None:
         write_json(options.out, result)
 

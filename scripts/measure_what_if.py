@@ -109,17 +109,23 @@ class Found:
         if np.allclose(rounds, expected):
             own = _difference(1.0, 0.0)
         row = {
-            "same_texts": self.same, "texts": len(tokens), "tokens": int(tokens.sum()),
-            "measured": measured, "estimate": tokens.sum() / expected.sum(), **own,
-        }  # fmt: skip
+            "same_texts": self.same,
+            "texts": len(tokens),
+            "tokens": int(tokens.sum()),
+            "measured": measured,
+            "estimate": tokens.sum() / expected.sum(),
+            **own,
+        }
         if self.plain:
             groups, length, other = np.array(self.plain).T
             estimate = length.sum() / other.sum()
             errors = (ratio_error(length, other, groups), ratio_error(tokens, rounds, prompts))
             known = None if None in errors else math.hypot(errors[0] / estimate, errors[1] / measured)
             row["from_plain_texts"] = {
-                "texts": len(length), "estimate": estimate, **_difference(estimate / measured, known)
-            }  # fmt: skip
+                "texts": len(length),
+                "estimate": estimate,
+                **_difference(estimate / measured, known),
+            }
         return row
 
 
@@ -234,11 +240,14 @@ class Record:
                 rows.append({**about, "prompts": len({r[0] for r in found.runs}), **found.summary()})
         ends = [abs(row[end]) for row in rows for end in ("low", "high") if row[end] is not None]
         result = {
-            "made_by": f"scripts/measure_what_if.py {self.arguments.part}", "versions": versions(),
-            "device": device_name(torch.device("cpu")), "new_tokens": self.part.tokens,
+            "made_by": f"scripts/measure_what_if.py {self.arguments.part}",
+            "versions": versions(),
+            "device": device_name(torch.device("cpu")),
+            "new_tokens": self.part.tokens,
             "largest_difference": max((abs(row["difference"]) for row in rows), default=None),
-            "largest_bound": max(ends, default=None), "rows": rows,
-        }  # fmt: skip
+            "largest_bound": max(ends, default=None),
+            "rows": rows,
+        }
         write_json(self.arguments.out, result)
 
     def missing(self, case: Case) -> tuple[bool, bool]:

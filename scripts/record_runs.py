@@ -70,7 +70,7 @@ def command_runs() -> Iterator[tuple[str, Any]]:
     for arguments in COMMANDS:
         done = subprocess.run(
             [sys.executable, "-m", "specdec", *arguments], capture_output=True, text=True, check=False
-        )  # fmt: skip
+        )
         yield " ".join(arguments), {"status": done.returncode, "result": steady(json.loads(done.stdout or "null"))}
 
 

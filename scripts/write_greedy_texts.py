@@ -50,9 +50,11 @@ def main() -> None:
         part = order[start : start + 2 * arguments.batch_size]
         with torch.inference_mode():
             out = decoder.generate(
-                [rows[i] for i in part], max_new_tokens=arguments.max_new_tokens, batch_size=arguments.batch_size,
+                [rows[i] for i in part],
+                max_new_tokens=arguments.max_new_tokens,
+                batch_size=arguments.batch_size,
                 exact=False,
-            )  # fmt: skip
+            )
         for i, ids in zip(part, out.token_ids, strict=True):
             outputs[i] = ids
         print(f"{start + len(part)} of {len(rows)}", flush=True)

@@ -243,10 +243,12 @@ BLOCKS = [
     Block("docs/speed.md", ["graphs_h100"], each(speed_block)),
     Block("docs/models.md", ["models"], each(models_block)),
     # The second cost is of a machine several times slower.
-    Block("docs/ngram.md", ["ngram_cost", "ngram_cost_slow", "ngram_acceptance"], each(
-        lambda result: cost_block(result) if result["benchmark"].endswith("cost") else acceptance_block(result)
-    )),
-]  # fmt: skip
+    Block(
+        "docs/ngram.md",
+        ["ngram_cost", "ngram_cost_slow", "ngram_acceptance"],
+        each(lambda result: cost_block(result) if result["benchmark"].endswith("cost") else acceptance_block(result)),
+    ),
+]
 
 
 def replaced(text: str, made: str, mark: str = "results") -> str:

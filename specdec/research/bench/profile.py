@@ -66,8 +66,8 @@ def marked(decoder: Any, engine: Any) -> Iterator[None]:
             places.append((runner, "compute", f"{role} model"))
         if runner is not None and runner.graphs is not None:
             places.append((runner, "run", f"{role} graph"))
-    places += [(engine, "draft", "drafting"), (engine.verifier, "launch", "acceptance"), (engine, "commit", "commit"),
-               (engine.verifier.reader, "fetch_named", "read")]  # fmt: skip
+    places += [(engine, "draft", "drafting"), (engine.verifier, "launch", "acceptance")]
+    places += [(engine.verifier.reader, "fetch_named", "read"), (engine, "commit", "commit")]
     with ExitStack() as stack:
         for owner, method, part in places:
             setattr(owner, method, _named(getattr(owner, method), MARK + part))
@@ -132,15 +132,18 @@ def table(traced: Sequence[dict[str, Any]], rounds: int, on_gpu: bool) -> dict[s
     waits = sum(e["dur"] for e in calls if e["name"] in WAITS)
     models = sum(spent.get(part, 0.0) for part in MODELS)
     replayed = {e["args"]["correlation"] for e in calls if "GraphLaunch" in e["name"]}
+    ms = {"span_ms": whole, "idle_ms": whole - busy, "host_ms": span.end - span.start - waits, "host_waits_ms": waits}
     return {
-        "device": "cuda", "span_ms": whole / 1e3 / rounds, "parts": _rows(spent, counts, whole, rounds),
-        "idle_ms": (whole - busy) / 1e3 / rounds, "idle_share": 1 - busy / whole,
+        "device": "cuda",
+        "parts": _rows(spent, counts, whole, rounds),
+        **{name: us / 1e3 / rounds for name, us in ms.items()},
+        "idle_share": 1 - busy / whole,
         "outside_models_share": 1 - models / whole,
         "outside_graphs_share": 1 - covered(_stretches(kernels, replayed)) / whole if replayed else None,
-        "kernels": len(kernels) / rounds, "launches": launches / rounds,
-        "host_ms": (span.end - span.start - waits) / 1e3 / rounds, "host_waits_ms": waits / 1e3 / rounds,
+        "kernels": len(kernels) / rounds,
+        "launches": launches / rounds,
         "by_kernel": _by_kernel(kernels, rounds),
-    }  # fmt: skip
+    }
 
 
 def _marks(traced: Iterable[dict[str, Any]]) -> list[Mark]:

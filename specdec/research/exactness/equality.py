@@ -43,8 +43,13 @@ REFERENCE_LIMIT = 4_000_000_000  # parameters of a float32 copy on a CPU
 
 @dataclass(frozen=True)
 class PassShape:
-    """How a run feeds its text. tokens: ids of a row in a pass (1 = plain decoding; a verify pass has several); batch:
-    slots; exact: whether the call ran with fixed shapes; capacity: slots of its cache, None = as many as needed."""
+    """How a run feeds its text.
+
+    tokens: ids of a row in a pass; 1 = plain decoding, a verify pass has several.
+    batch: rows of a pass.
+    exact: whether the call ran with fixed shapes.
+    capacity: K/V slots of its cache; None = as many as needed.
+    """
 
     tokens: int = 1
     batch: int = 1
@@ -58,8 +63,12 @@ class PassShape:
 
 @dataclass(frozen=True)
 class View:
-    """What one pass makes of the position. tokens, scores: the two best, best first; of_a, of_b: the scores of the
-    runs' tokens; gap: how far the worse of these two is below the best."""
+    """What one pass makes of the position.
+
+    tokens, scores: the two best, best first.
+    of_a, of_b: the scores of the runs' tokens.
+    gap: how far the worse of these two is below the best.
+    """
 
     name: str
     tokens: tuple[int, int]
@@ -86,11 +95,14 @@ class View:
 class Report:
     """The answer of `why_not_equal`.
 
-    verdict: equal | tie | fault | prefix (one run is the beginning of the other); position: index of the first
-    divergence in the generated ids; tokens: the two runs' ids there, None for a run that has ended; texts: the same
-    decoded; views: run a's pass, run b's, and the float32 reference if there is one (reference_note: why not); noise:
-    largest difference of a contested score between passes; resolution: one unit of rounding at the best logit; gap:
-    the smaller of the two runs' gaps; promised: both runs had fixed shapes, so that not even a tie may happen.
+    verdict: equal | tie | fault | prefix (one run is the beginning of the other).
+    position: index of the first divergence in the generated ids.
+    tokens, texts: the two runs' ids there, and the same decoded; None for a run that has ended.
+    views: run a's pass, run b's, and the float32 reference if there is one; reference_note: why not.
+    noise: largest difference of a contested score between passes.
+    resolution: one unit of rounding at the best logit.
+    gap: the smaller of the two runs' gaps.
+    promised: both runs had fixed shapes, so that not even a tie may happen.
     """
 
     verdict: str
@@ -161,12 +173,16 @@ def why_not_equal(
 ) -> Report:
     """Compare two generated id sequences of one prompt, and explain their first divergence.
 
-    a, b: generated ids, as in `Generation.token_ids`; names: for the report; shape_a, shape_b: the runs' pass shapes,
-    None = a plain run's (one token a pass) for a, a verify pass of eight for b; reference: a float32 copy of the
-    target, "auto" = make one where memory allows, None = do without; options: the generation options of the runs, if
-    they were not greedy; row: the prompt's number in its call, for sampled runs with one seed.
+    Args:
+        a, b: generated ids, as in `Generation.token_ids`.
+        names: of the runs, for the report.
+        shape_a, shape_b: the runs' pass shapes; None = one token a pass for a, a verify pass of eight for b.
+        reference: a float32 copy of the target; "auto" = make one where memory allows, None = do without.
+        row: the prompt's number in its call, for sampled runs with one seed.
+        options: the generation options of the runs, if they were not greedy.
 
-    Raises SpecdecError for `leviathan` sampling, whose text is not meant to equal plain decoding's.
+    Raises:
+        SpecdecError: `leviathan` sampling, whose text is not meant to equal plain decoding's.
     """
     target = decoder.target
     a, b = _checked_ids(a, "a", target.vocab_size), _checked_ids(b, "b", target.vocab_size)
@@ -188,16 +204,15 @@ def why_not_equal(
     scores = [question.scores(shape) for shape in runs]
     views = [question.view(f"{n}: {s}", x) for n, s, x in zip(names, runs, scores, strict=True)]
     noise = question.noise([*scores, *(question.scores(PassShape(n, runs[0].batch)) for n in (1, EXACT_WIDTH))])
+    gap, resolution = min(view.gap for view in views), question.resolution
     model, note = (reference, None) if reference is not None else (None, "not asked for")
     if isinstance(reference, str):
         model, note = float32_reference(target)
     if model is not None:
         views.append(question.view("float32 reference", question.reference_scores(model)))
-    gap = min(views[0].gap, views[1].gap)
-    return Report(
-        "tie" if gap <= 2 * max(noise, question.resolution) else "fault", views=tuple(views), noise=noise,
-        resolution=question.resolution, gap=gap, promised=runs[0].exact and runs[1].exact, reference_note=note, **place,
-    )  # fmt: skip
+    place |= {"views": tuple(views), "noise": noise, "resolution": resolution, "gap": gap, "reference_note": note}
+    verdict = "tie" if gap <= 2 * max(noise, resolution) else "fault"
+    return Report(verdict, promised=runs[0].exact and runs[1].exact, **place)
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
@@ -333,7 +348,9 @@ class _Question:
     def _call(self) -> Call:
         options = {**self.options, "num_return_sequences": 1}
         if options.get("temperature", 0) > 0 and options.get("acceptance") == "leviathan":
-            raise SpecdecError("why_not_equal: leviathan keeps the law and not the sample, so its text may differ")
+            raise SpecdecError(
+                "why_not_equal: leviathan keeps the distribution and not the sample, so its text may differ"
+            )
         prompt = self.known[: self.prompt_length]
         return self.decoder._call([prompt], [], **options)
 

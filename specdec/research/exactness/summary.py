@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from specdec.research.bench.tables import Table, figure
@@ -58,13 +58,14 @@ def rows(result: Entry) -> Iterator[RunRow]:
             if "skipped" in run:
                 yield RunRow(*head, name, None, group["prompts"], "", skipped=run["skipped"])
                 continue
-            verdicts = Counter(report["verdict"] for report in run["reports"])
-            speed = run["tokens_per_second"]
-            times = (None, None, None) if shared else (speed, None if fastest is None else speed / fastest, cost)
-            yield RunRow(
-                *head, name, run["identical"], group["prompts"], ", ".join(f"{n} {v}" for v, n in verdicts.items()),
-                times[0], times[1], run["tokens_per_round"], run["acceptance"], times[2],
-            )  # fmt: skip
+            found = Counter(report["verdict"] for report in run["reports"])
+            verdicts, speed = ", ".join(f"{n} {v}" for v, n in found.items()), run["tokens_per_second"]
+            row = RunRow(*head, name, run["identical"], group["prompts"], verdicts)
+            row = replace(row, tokens_per_round=run["tokens_per_round"], acceptance=run["acceptance"])
+            if not shared:
+                speedup = None if fastest is None else speed / fastest
+                row = replace(row, tokens_per_second=speed, speedup=speedup, cost=cost)
+            yield row
 
 
 def setting(group: Entry, temperature: float) -> str:

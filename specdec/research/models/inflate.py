@@ -56,9 +56,14 @@ _WRITERS = ("embed_tokens.weight", "o_proj.weight", "down_proj.weight", "o_proj.
 _NORMS = ("layernorm.weight", "model.norm.weight")
 COARSENED = 0.2  # strength where nobody says; about 0.79 of SmolLM2-135M's greedy tokens stay
 _ROUNDED = (
-    "q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight", "gate_proj.weight", "up_proj.weight",
+    "q_proj.weight",
+    "k_proj.weight",
+    "v_proj.weight",
+    "o_proj.weight",
+    "gate_proj.weight",
+    "up_proj.weight",
     "down_proj.weight",
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)

@@ -41,9 +41,12 @@ class Text:
 
 
 def save_texts(
-    path: Path, ids: Sequence[str], categories: Sequence[str], prompts: Sequence[Sequence[int]],
+    path: Path,
+    ids: Sequence[str],
+    categories: Sequence[str],
+    prompts: Sequence[Sequence[int]],
     outputs: Sequence[Sequence[int]],
-) -> None:  # fmt: skip
+) -> None:
     """Write texts to a compressed .npz file: flat int32 arrays of ids, and how many belong to each text."""
     arrays: dict[str, Any] = {}
     for name, rows in (("prompts", prompts), ("outputs", outputs)):

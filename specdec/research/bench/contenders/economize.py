@@ -74,9 +74,11 @@ class Economize(Contender):
 
         o = self.options
         decoding = economize.DecodeConfig(
-            cycle_length=1 if o.technique == "plain" else o.cycle_length, min_confidence=o.min_confidence,
-            cuda_graphs=o.cuda_graphs, sync_interval=o.sync_interval,
-        )  # fmt: skip
+            cycle_length=1 if o.technique == "plain" else o.cycle_length,
+            min_confidence=o.min_confidence,
+            cuda_graphs=o.cuda_graphs,
+            sync_interval=o.sync_interval,
+        )
         return economize.apply(self.pair.target, *self._techniques(), decoding=decoding)
 
     def _techniques(self) -> list[Any]:

@@ -62,9 +62,12 @@ class Flashspec(Contender):
 
         pair, o = self.pair, self.options
         config = FlashSpecConfig(
-            device=str(pair.target.device), dtype=str(pair.dtype).removeprefix("torch."), compile=o.compile,
-            drafter_strategy=o.strategy, sampling=SamplingConfig(temperature=0.0, gamma=o.gamma),
+            device=str(pair.target.device),
+            dtype=str(pair.dtype).removeprefix("torch."),
+            compile=o.compile,
+            drafter_strategy=o.strategy,
+            sampling=SamplingConfig(temperature=0.0, gamma=o.gamma),
             bandit=BanditConfig(n_arms=1),
-        )  # fmt: skip
+        )
         drafter = HuggingFaceDrafter("draft", pair.device, pair.dtype, model=pair.draft)
         return SpeculativeEngine(config, [drafter], TargetModel("target", pair.device, pair.dtype, model=pair.target))

@@ -20,11 +20,14 @@ RECOMPILE_LIMIT = 256
 
 @dataclass(frozen=True)
 class Options:
-    """cache: None = transformers' own, "static" = a static one that `generate` makes, "kept" = a static one that is
-    kept from call to call; compile: False forbids compilation, which transformers does by itself for a static cache on
-    a GPU; assistant: the draft assists; assistant_tokens, assistant_schedule,
-    assistant_confidence: of it, None = transformers' defaults; lookup: tokens that a prompt lookup proposes; generate:
-    options of `generate`."""
+    """How transformers decodes.
+
+    cache: None = its own, "static" = a static one that `generate` makes, "kept" = one that is kept from call to call.
+    compile: False forbids compilation, which transformers does by itself for a static cache on a GPU.
+    assistant: the draft assists; assistant_tokens, _schedule, _confidence: of it, None = transformers' defaults.
+    lookup: tokens that a prompt lookup proposes.
+    generate: options of `generate`.
+    """
 
     cache: str | None = None
     compile: bool = True
@@ -64,11 +67,9 @@ class Transformers(Contender):
         ids, mask = left_padded(prompts, self.pair.device)
         eos = [] if ignore_eos else self.pair.eos
         with torch.no_grad(), self._assistant() as extra, torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
-            out = self.pair.target.generate(
-                ids, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=sampled(self.options.generate),
-                eos_token_id=eos or None, pad_token_id=0, **extra,
-                **self._cache(len(prompts), ids.shape[1], max_new_tokens), **self.options.generate,
-            )  # fmt: skip
+            options = {"max_new_tokens": max_new_tokens, "eos_token_id": eos or None, "pad_token_id": 0, **extra}
+            options |= {"attention_mask": mask, "do_sample": sampled(self.options.generate), **self.options.generate}
+            out = self.pair.target.generate(ids, **options, **self._cache(len(prompts), ids.shape[1], max_new_tokens))
         rows = out[:, ids.shape[1] :].tolist()
         wanted = self.options.cache is not None and self.options.compile
         compiled = wanted and getattr(self.pair.target, "_compiled_call", None) is not None

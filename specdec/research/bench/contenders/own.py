@@ -23,8 +23,13 @@ SCENARIOS = {"max_new_tokens", "ignore_eos", "batch_size"}  # options that a sce
 
 @dataclass(frozen=True)
 class Options:
-    """strategies: a chain, () = plain decoding; compile, exact, fuse: as `SpeculativeDecoder` takes them;
-    draft_compile: compile for the draft's passes, None = as the target's; generate: options of `generate`."""
+    """How specdec decodes.
+
+    strategies: a chain; () = plain decoding.
+    compile, exact, fuse: as `SpeculativeDecoder` takes them.
+    draft_compile: compile for the draft's passes; None = as the target's.
+    generate: options of `generate`.
+    """
 
     strategies: tuple[Any, ...] = ()
     compile: str = "off"
@@ -85,7 +90,7 @@ class Own(Contender):
 
     def comparable_with(self, other: Own) -> bool:
         """Whether the other's ids must be these, token for token: the same passes, and greedy or a rule that emits the
-        target's own draws."""
+        target's own samples."""
         mine, theirs = self.options, other.options
         passes = (mine.compile, mine.exact, mine.fuse) == (theirs.compile, theirs.exact, theirs.fuse)
         drawn = {k: v for k, v in mine.generate.items() if k not in DRAFTING}
@@ -94,11 +99,8 @@ class Own(Contender):
         return passes and same and (self.plain or rule.keeps_text(greedy))
 
     def run(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, ignore_eos: bool) -> Output:
-        decoder = self.decoder
-        out = decoder.generate(
-            [list(p) for p in prompts], max_new_tokens, strategies=self.strategies, batch_size=len(prompts),
-            ignore_eos=ignore_eos, **self.generate_options,
-        )  # fmt: skip
+        options = {"strategies": self.strategies, "batch_size": len(prompts), "ignore_eos": ignore_eos}
+        out = self.decoder.generate([list(p) for p in prompts], max_new_tokens, **options, **self.generate_options)
         if "interrupted" in out.finish_reasons:
             raise KeyboardInterrupt
         return Output(out.token_ids, {**_figures(out), "compile": out.provenance["compile"]})
