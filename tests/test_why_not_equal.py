@@ -171,7 +171,7 @@ def test_half_precision_is_compared_with_a_float32_reference() -> None:
 
 
 def test_leviathan_samples_are_not_compared(decoder: specdec.SpeculativeDecoder) -> None:
-    with pytest.raises(SpecdecError, match="law and not the sample"):
+    with pytest.raises(SpecdecError, match="distribution and not the sample"):
         why_not_equal(decoder, [1, 2], [3], [4], temperature=0.8, acceptance="leviathan")
 
 
