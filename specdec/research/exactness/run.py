@@ -31,7 +31,7 @@ from specdec.research.models.choice import ModelChoice, facts
 from specdec.research.prompts.datasets import encode_texts, load_prompts
 
 PARTS = ("batch-1", "batch-8", "contrast", "sampling", "float16")
-SAMPLED_RULES = ("match", "coupled")
+SAMPLED_RULES = tuple(name for name, rule in RULES.items() if getattr(rule, "same_text", False))
 SLOTS = 8
 WARM_UP_TOKENS = 8
 LATE = "the time limit was reached"
