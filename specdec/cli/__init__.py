@@ -1,4 +1,5 @@
-"""The command line: `specdec demo | generate | check | bench | compare | ablate | lookup | trace`.
+"""The command line: `specdec demo | generate | check | bench | compare | ablate | lookup | trace | train |
+export-head`.
 
 Every verb prints tables for people, or with `--json` one JSON document on standard output and nothing else there;
 progress and errors go to standard error. Exit status: 0, 1 = a check failed, 2 = bad input (one line says what),
@@ -31,6 +32,8 @@ VERBS = {
     "ablate": "Run a grid of settings from a file, resumable, with a report.",
     "lookup": "Make, merge, measure and show llama.cpp's lookup-cache files.",
     "trace": "Record every round of a run, and show it.",
+    "train": "Train a drafter, an EAGLE-3 head or a draft model, on its target's answers.",
+    "export-head": "Write an EAGLE head in the layout of another engine.",
 }
 
 
@@ -78,11 +81,12 @@ class Verbs(TyperGroup):
 
 def load_verb(name: str) -> Any:
     """The command of a verb: its module has a function of its name, or an `app` with several."""
-    module = importlib.import_module(f"specdec.cli.{name}")
+    identifier = name.replace("-", "_")
+    module = importlib.import_module(f"specdec.cli.{identifier}")
     made = getattr(module, "app", None)
     if made is None:
         made = typer.Typer(add_completion=False)
-        made.command(name, context_settings=HELP)(getattr(module, name))
+        made.command(name, context_settings=HELP)(getattr(module, identifier))
     command = typer.main.get_command(made)
     command.name = name
     return command

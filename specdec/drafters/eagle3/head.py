@@ -10,6 +10,7 @@ Nothing here reads a value on the host: passes can be recorded. Where keys and v
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,17 @@ from specdec.models.attention import ragged_attention
 from specdec.models.kv_cache import RaggedCache
 
 Rotation = tuple[Tensor, Tensor]  # cosines and sines, [B, 1, S, D']
+
+
+@runtime_checkable
+class Attends(Protocol):
+    """Keys and values that are no cache and attend by themselves: those of training (training/eagle3.py)."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, index: int) -> Tensor:
+        """query [B, heads, S, D], key and value of the same entries -> [B, S, heads, D]."""
+
+
+Cache = RaggedCache | Attends | None
 
 
 class RMSNorm(nn.Module):
@@ -88,7 +100,7 @@ class HeadAttention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
-    def forward(self, x: Tensor, rotation: Rotation, mask: Tensor | None, cache: RaggedCache | None) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation, mask: Tensor | None, cache: Cache) -> Tensor:
         def heads(y: Tensor, norm: RMSNorm | None = None) -> Tensor:
             y = y.unflatten(-1, (-1, self.head_dim))
             return (y if norm is None else norm(y)).transpose(1, 2)  # [B, heads, S, D]
@@ -96,6 +108,8 @@ class HeadAttention(nn.Module):
         query = rotated(heads(self.q_proj(x), self.q_norm), rotation)
         key = rotated(heads(self.k_proj(x), self.k_norm), rotation)
         value = heads(self.v_proj(x))
+        if isinstance(cache, Attends):
+            return self.o_proj(cache.attend(query, key, value, self.index).flatten(2))
         if cache is not None:
             key, value = cache.update(key, value, self.index)
         out, _ = ragged_attention(self, query, key, value, mask, self.head_dim**-0.5)
@@ -129,9 +143,7 @@ class HeadLayer(nn.Module):
         self.hidden_norm = RMSNorm(hidden, eps) if self.takes_embeddings else None
         self.post_attention_layernorm = RMSNorm(hidden, eps)
 
-    def forward(
-        self, x: Tensor, embeddings: Tensor, rotation: Rotation, mask: Tensor | None, cache: RaggedCache | None
-    ) -> Tensor:
+    def forward(self, x: Tensor, embeddings: Tensor, rotation: Rotation, mask: Tensor | None, cache: Cache) -> Tensor:
         residual, inner = x, x
         if self.hidden_norm is not None:
             assert self.input_layernorm is not None
@@ -218,7 +230,7 @@ class EagleHead(nn.Module):
         states: Tensor,
         positions: Tensor,
         mask: Tensor | None,
-        cache: RaggedCache | None = None,
+        cache: Cache = None,
         observed: bool | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Draft logits [B, S, V_d], and the features [B, S, H] that the next draft step goes on from.
@@ -227,7 +239,7 @@ class EagleHead(nn.Module):
         states: observed states [B, S, 3 * H_t], or features that this head returned [B, S, H]
         positions: int64 [B, S]
         mask: what each entry sees, [B, 1, S, L] (additive, or bool with True = attend), or as `MaskBuilder` folds it
-        cache: aimed at the slots of these entries; None = entries see only one another
+        cache: aimed at the slots of these entries; None = entries see only one another; or what attends itself
         observed: which of the two `states` are; None = by their width. A target with 3 * H_t == H needs it.
         """
         if observed is None:

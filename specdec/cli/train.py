@@ -1,0 +1,76 @@
+"""`specdec train eagle3 | draft CONFIG`: train a drafter on its target's answers. Resumes where it stopped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from specdec.cli import output
+from specdec.cli.options import AsJson
+
+app = typer.Typer(
+    help="Train a drafter on what its target would write, from a YAML file (docs/training.md). Resumes where it stopped.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    no_args_is_help=True,
+)
+
+Config = Annotated[Path, typer.Argument(help="The YAML file: configs/train_*.yaml.")]
+Out = Annotated[str | None, typer.Option(help="The run's folder, in place of the file's.")]
+Device = Annotated[str | None, typer.Option(help="cpu or cuda[:n].")]
+Part = Annotated[str | None, typer.Option("--answers", help="Only write this part of the answers, such as 0/4.")]
+
+
+@app.command("eagle3")
+def eagle3(
+    config: Config, out: Out = None, device: Device = None, answers: Part = None, as_json: AsJson = False
+) -> None:
+    """Train an EAGLE-3 head; it is in the folder `head` of the run."""
+    _train("eagle3", config, {"out": out, "device": device}, answers, as_json)
+
+
+@app.command("draft")
+def draft(
+    config: Config, out: Out = None, device: Device = None, answers: Part = None, as_json: AsJson = False
+) -> None:
+    """Distil a draft model; it is in the folder `draft` of the run."""
+    _train("draft", config, {"out": out, "device": device}, answers, as_json)
+
+
+def _train(kind: str, file: Path, options: dict[str, Any], part: str | None, as_json: bool) -> None:
+    from specdec.training.answers import parse_part  # training is loaded only where it is asked for
+    from specdec.training.config import load_training
+    from specdec.training.run import RESULT, run_training
+
+    config = load_training(file, kind, **{name: value for name, value in options.items() if value is not None})
+    parsed = None if part is None else parse_part(part)
+    with output.progress("loading", config.steps) as advance:
+        log = run_training(config, kind, advance, parsed)
+    result = str(config.folder / RESULT[kind])
+    if as_json:
+        output.print_json({"log": log, "result": None if log is None else result})
+    elif log is not None:
+        _print(output.stdout(), log, result)
+
+
+def _print(console: Console, log: list[dict[str, Any]], result: str) -> None:
+    """Held-out acceptance while training, both ways side by side."""
+    measured = [entry for entry in log if "teacher_forced" in entry]
+    most = max(len(entry.get("free_running", entry["teacher_forced"])) for entry in measured)
+    made = output.table(
+        "step", "loss", *(f"{i + 1}" for i in range(most)), "length", "s",
+        title="Held-out acceptance by position: expected on the target's texts / of tokens tested in decoding",
+    )  # fmt: skip
+    for entry in measured:
+        shown = [_pair(entry["teacher_forced"], entry.get("free_running", []), i) for i in range(most)]
+        length = output.number(entry.get("acceptance_length"))
+        made.add_row(str(entry["step"]), output.number(entry["loss"]), *shown, length, f"{entry['seconds']:.0f}")
+    console.print(made)
+    console.print(f"written: {result}", soft_wrap=True, markup=False)
+
+
+def _pair(forced: list[float], free: list[float | None], i: int) -> str:
+    pair = (part[i] if i < len(part) else None for part in (forced, free))
+    return " / ".join("-" if rate is None else f"{rate:.2f}" for rate in pair)

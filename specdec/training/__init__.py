@@ -1,0 +1,1 @@
+"""Training of drafters: EAGLE-3 heads and draft models, on what their target itself would write (docs/training.md)."""

@@ -1,0 +1,181 @@
+"""What the drafter is trained on: prompts, and the target's own answers to them, written once.
+
+A file of answers is JSON lines. The first says what the answers are of (hash of target, prompts and settings), each
+further one is a row: its index, prompt ids and output ids. Row i has a seed of its own, so that its answer does not
+depend on the rows beside it: a file that was killed and continued, and shards put together, hold the same answers as
+one run. A file of another hash is refused, never mixed in.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from specdec.decoder import SpeculativeDecoder
+from specdec.decoding.prompts import encode_prompts
+from specdec.decoding.provenance import WeightHash
+from specdec.errors import SpecdecError
+from specdec.files.forms import WHOLE, check
+from specdec.files.texts import parse_json, parse_json_lines, read_text
+from specdec.research.prompts.datasets import as_given
+from specdec.training.config import TrainingConfig, TrainingData, content_hash
+
+ROW = {"index": WHOLE, "prompt": [WHOLE], "output": [WHOLE]}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """ids: prompt and output; start: index of the output's first token; 0 = the whole text is trained on."""
+
+    ids: tuple[int, ...]
+    start: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Rows that are to be answered. prompts: ids of each row; held: whether it is kept from training; hash: of all that
+    the answers depend on."""
+
+    prompts: list[list[int]]
+    held: list[bool]
+    hash: str
+
+    @staticmethod
+    def make(config: TrainingConfig, target: nn.Module, tokenizer: Any) -> Plan:
+        """Raises SpecdecError for prompts that cannot be read or leave nothing to train on."""
+        data, model = config.data, target.config
+        found = [as_given(p, tokenizer, data.chat, data.longest) for p in data.load(data.texts)]
+        ids = encode_prompts(found, tokenizer, model.vocab_size, model.max_position_embeddings)
+        held = held_out(len(ids), data)
+        rows = [(row, i in held) for i, row in enumerate(ids) for n in range(data.samples) if not (n and i in held)]
+        settings = {"max_new_tokens": data.max_new_tokens, "temperature": data.temperature, "seed": data.seed}
+        said = {"target": WeightHash(target).get(), "prompts": [row for row, _ in rows], "settings": settings}
+        return Plan([row for row, _ in rows], [h for _, h in rows], content_hash(said))
+
+    def shard(self, part: int, parts: int) -> range:
+        return range(part, len(self.prompts), parts)
+
+
+def held_out(count: int, data: TrainingData) -> set[int]:
+    """Which of so many prompts are kept from training. Raises SpecdecError where none would be left."""
+    if count <= data.held_out:
+        raise SpecdecError(f"data: {count} prompts, of which {data.held_out} are held out: none is left to train on")
+    return set(random.Random(f"{data.seed}/held-out").sample(range(count), data.held_out))
+
+
+def parse_part(text: str) -> tuple[int, int]:
+    """`i/n` as two numbers. Raises SpecdecError."""
+    part, _, parts = text.partition("/")
+    if not (part.isdigit() and parts.isdigit() and int(part) < int(parts)):
+        raise SpecdecError(f"expected a part such as 0/4, from 0/n to n-1/n, got {text!r}")
+    return int(part), int(parts)
+
+
+def write_answers(
+    plan: Plan, decoder: SpeculativeDecoder, config: TrainingConfig, part: tuple[int, int], advance: Callable[[], None]
+) -> Path:
+    """Write one shard of the answers, or what is missing of it. Raises SpecdecError for a file of other answers."""
+    file = config.folder / f"answers-{part[0]}-of-{part[1]}.jsonl"
+    data = config.data
+    done = _begin(file, plan)
+    missing = [i for i in plan.shard(*part) if i not in done]
+    with file.open("a", encoding="utf-8") as lines:
+        for first in range(0, len(missing), data.batch_size):
+            rows = missing[first : first + data.batch_size]
+            outputs = _outputs(plan, decoder, data, rows)
+            for i, ids in zip(rows, outputs, strict=True):
+                lines.write(json.dumps({"index": i, "prompt": plan.prompts[i], "output": ids}) + "\n")
+            lines.flush()
+            advance()
+    return file
+
+
+def _outputs(plan: Plan, decoder: SpeculativeDecoder, data: TrainingData, rows: Sequence[int]) -> list[list[int]]:
+    prompts = [plan.prompts[i] for i in rows]
+    if not data.max_new_tokens:
+        return [[] for _ in rows]
+    seeds = [(data.seed << 32) + i for i in rows]
+    out = decoder.generate(prompts, data.max_new_tokens, strategies=[], temperature=data.temperature, seed=seeds)
+    if "interrupted" in out.finish_reasons:
+        raise KeyboardInterrupt
+    return out.token_ids
+
+
+def _begin(file: Path, plan: Plan) -> set[int]:
+    """Make the file ready to be continued: its head, and without half a line at the end. Returns the rows it has."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    text = read_text(file, "answers") if file.exists() else ""
+    whole = text[: text.rfind("\n") + 1]
+    if not whole:
+        file.write_text(json.dumps({"hash": plan.hash, "rows": len(plan.prompts)}) + "\n", encoding="utf-8")
+        return set()
+    if whole != text:
+        file.write_text(whole, encoding="utf-8")
+    return {row["index"] for row in _rows(file, plan)}
+
+
+def _rows(file: Path, plan: Plan) -> Iterator[dict[str, Any]]:
+    """The rows of a file. Raises SpecdecError for one that is of another target, other prompts or settings."""
+    head, *lines = read_text(file, "answers").splitlines()
+    if parse_json(head, str(file)).get("hash") != plan.hash:
+        raise SpecdecError(
+            f"{file} holds answers of another target, other prompts or other settings of `data`; remove it, or give "
+            "another `out`"
+        )
+    for number, line in enumerate(lines, 2):
+        row = parse_json(line, f"{file}, line {number}")
+        check(row, ROW, f"{file}, line {number}")
+        yield row
+
+
+def read_answers(plan: Plan, config: TrainingConfig) -> tuple[list[Answer], list[Answer]] | None:
+    """(to train on, held out), from all shards; None = rows are missing."""
+    found: dict[int, dict[str, Any]] = {}
+    for file in sorted(config.folder.glob("answers-*-of-*.jsonl")):
+        found |= {row["index"]: row for row in _rows(file, plan)}
+    if len(found) < len(plan.prompts):
+        return None
+    start = 0 if not config.data.max_new_tokens else None
+    parts: tuple[list[Answer], list[Answer]] = ([], [])
+    for i, held in enumerate(plan.held):
+        parts[held].append(_answer(found[i], config, start))
+    return _usable(parts)
+
+
+def read_own_answers(config: TrainingConfig, vocab_size: int) -> tuple[list[Answer], list[Answer]]:
+    """The same of the file `data.answers`. Raises SpecdecError for rows that are none."""
+    name = config.data.answers
+    rows = []
+    for number, row in parse_json_lines(read_text(name, "answers"), str(name)):
+        check(row, {key: [WHOLE] for key in ("prompt", "output")}, f"{name}, line {number}")
+        if max(row["prompt"] + row["output"], default=0) >= vocab_size:
+            raise SpecdecError(f"{name}, line {number}: a token id is outside the target's vocabulary of {vocab_size}")
+        rows.append(_answer(row, config, None))
+    held = held_out(len(rows), config.data)
+    return _usable(([r for i, r in enumerate(rows) if i not in held], [r for i, r in enumerate(rows) if i in held]))
+
+
+def _answer(row: dict[str, Any], config: TrainingConfig, start: int | None) -> Answer:
+    ids = (*row["prompt"], *row["output"])[: config.sequence_length]
+    return Answer(ids, len(row["prompt"]) if start is None else start)
+
+
+def _usable(parts: tuple[list[Answer], list[Answer]]) -> tuple[list[Answer], list[Answer]]:
+    """Without texts in which nothing is left to predict. Raises SpecdecError if those were all."""
+    train, held = ([a for a in part if len(a.ids) > max(a.start, 2)] for part in parts)
+    if not train or not held:
+        raise SpecdecError("data: no answer is left: prompts fill sequence_length, or answers are empty")
+    return train, held
+
+
+def token_counts(answers: Sequence[Answer], vocab_size: int) -> torch.Tensor:
+    """How often each token occurs in answers, int64 [V]."""
+    tokens = torch.tensor([t for a in answers for t in a.ids[a.start :]])
+    return torch.bincount(tokens, minlength=vocab_size)

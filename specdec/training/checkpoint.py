@@ -1,0 +1,45 @@
+"""What a run goes on from: weights, optimiser, schedule, the number of steps done (from which the data's position
+follows) and the state of torch's random numbers. One file, replaced as a whole."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specdec.errors import SpecdecError
+
+CHECKPOINT = "checkpoint.pt"
+
+
+def write_checkpoint(folder: Path, parts: dict[str, Any], mark: str, step: int) -> None:
+    """parts: what has a state, by name; mark: hash of all that the curve depends on."""
+    states = {name: part.state_dict() for name, part in parts.items()}
+    rng = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        rng["cuda"] = torch.cuda.get_rng_state()
+    unfinished = folder / f"{CHECKPOINT}.tmp"
+    torch.save({"mark": mark, "step": step, "states": states, "rng": rng}, unfinished)
+    unfinished.replace(folder / CHECKPOINT)
+
+
+def read_checkpoint(folder: Path, parts: dict[str, Any], mark: str, device: torch.device) -> int:
+    """Put the states back; returns the steps done, 0 = there is no checkpoint. Raises SpecdecError for one of another
+    run, and for a damaged one."""
+    file = folder / CHECKPOINT
+    if not file.exists():
+        return 0
+    try:
+        saved = torch.load(file, map_location=device, weights_only=True)
+    except (RuntimeError, EOFError, OSError, ValueError, pickle.UnpicklingError) as error:
+        raise SpecdecError(f"{file} cannot be read: {error}; remove it to start again") from None
+    if saved["mark"] != mark:
+        raise SpecdecError(f"{file} is of another config, target or answers; give another `out`, or remove it")
+    for name, part in parts.items():
+        part.load_state_dict(saved["states"][name])
+    torch.set_rng_state(saved["rng"]["cpu"].cpu())
+    if "cuda" in saved["rng"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state(saved["rng"]["cuda"].cpu())
+    return int(saved["step"])

@@ -1,0 +1,213 @@
+"""One training run as a YAML file. Unknown names and values that cannot be are refused before a model is loaded."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from specdec.config import from_dict, load_yaml
+from specdec.errors import SpecdecError, unknown_name
+from specdec.files.forms import BOOL, INTEGER, TEXT, Maybe, OneOf, check, number, whole
+from specdec.research.prompts.choice import DataConfig
+from specdec.training.losses import LOSSES
+
+FEATURES = ("live", "stored")
+DTYPES = ("float32", "bfloat16", "float16")
+# What may change between a run and its continuation: none of it changes the curve.
+FREE = ("out", "device", "checkpoint_every")
+
+
+@dataclass(frozen=True)
+class TrainingData(DataConfig):
+    """Prompts, and how the target answers them. The fields of `DataConfig`, and
+
+    texts: prompts of one's own
+    answers: a JSONL file of answers, `{"prompt": [ids], "output": [ids]}` a line, in place of prompts
+    held_out: prompts that are kept from training, for figures
+    samples: answers to each prompt
+    max_new_tokens: longest answer; 0 = train on the prompts' own text, nothing is generated
+    temperature: of the answers, and of the drafts that the head is for; 0 = greedy
+    batch_size: answers that are written in one batch
+    """
+
+    limit: int | None = None
+    longest: int | None = 512
+    texts: tuple[str, ...] = ()
+    answers: str | None = None
+    held_out: int = 8
+    samples: int = 1
+    max_new_tokens: int = 256
+    temperature: float = 1.0
+    batch_size: int = 16
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        form = {
+            "texts": [TEXT], "answers": Maybe(TEXT), "held_out": whole(1), "samples": whole(1),
+            "max_new_tokens": whole(), "temperature": number(0.0), "batch_size": whole(1),
+        }  # fmt: skip
+        _check(self, form, "data")
+        sources = [name for name in ("dataset", "texts", "answers") if getattr(self, name)]
+        if len(sources) != 1:
+            raise SpecdecError("data: give prompts by one of dataset, texts and answers")
+
+
+@dataclass(frozen=True)
+class HeadStart:
+    """Where an EAGLE head starts from.
+
+    checkpoint: a folder of a head, or None = a new one
+    draft_vocab_size: the most frequent tokens of the answers that it can propose; None = all tokens
+    options: fields of `HeadConfig` (intermediate_size, norm_output, layer_ids, ...)
+    """
+
+    checkpoint: str | None = None
+    draft_vocab_size: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check(self, {"checkpoint": Maybe(TEXT), "draft_vocab_size": Maybe(whole(1)), "options": {}}, "head")
+        if self.checkpoint is not None and self.draft_vocab_size is not None:
+            raise SpecdecError("head: draft_vocab_size is the checkpoint's; leave it out")
+
+
+@dataclass(frozen=True)
+class DraftStart:
+    """Where a draft model starts from: one of the three.
+
+    checkpoint: a model, as `--draft` takes it
+    layers: decoder layers of the target that are kept, in order; its embeddings, last norm and head come along
+    options: fields of a new model's config that differ from the target's (num_hidden_layers, hidden_size, ...)
+    """
+
+    checkpoint: str | None = None
+    layers: tuple[int, ...] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check(self, {"checkpoint": Maybe(TEXT), "layers": Maybe([whole()]), "options": {}}, "draft")
+        if sum([self.checkpoint is not None, self.layers is not None, bool(self.options)]) != 1:
+            raise SpecdecError("draft: say where it starts from by one of checkpoint, layers and options")
+
+
+@dataclass(frozen=True)
+class Optimiser:
+    """AdamW with a linear warm-up and a cosine to `final` times the learning rate.
+
+    weight_decay: of matrices
+    warm_up: steps
+    clip: largest norm of the gradient
+    """
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    warm_up: int = 20
+    final: float = 0.0
+    clip: float = 1.0
+
+    def __post_init__(self) -> None:
+        form = {
+            "lr": number(0.0), "betas": [number(0.0, 1.0)], "weight_decay": number(0.0), "warm_up": whole(),
+            "final": number(0.0, 1.0), "clip": number(0.0),
+        }  # fmt: skip
+        _check(self, form, "optimiser")
+        if len(self.betas) != 2:
+            raise SpecdecError(f"optimiser: betas must be two numbers, got {list(self.betas)}")
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """A run.
+
+    target: a hub id, folder, GGUF file or `demo-target`
+    out: folder of answers, log, checkpoint and result; a run that stopped goes on from it
+    steps, batch, accumulate: optimiser steps; texts of a pass, on each device; passes of a step
+    sequence_length: tokens of a text, the prompt included; what is longer is cut
+    ttt_steps: depth of the training-time test, of heads
+    loss, loss_decay: see losses.py; the weight of step k is loss_decay ** k
+    features: "live" = the target runs along; "stored" = its states are written first, and read
+    dtype: of the target and of the passes; trained weights are float32
+    save_dtype: of the result
+    eval_every, checkpoint_every: steps
+    eval_tokens: tokens a held-out prompt that are decoded with the drafter; 0 = no decoding while training
+    """
+
+    target: str
+    out: str
+    data: TrainingData
+    head: HeadStart | None = None
+    draft: DraftStart | None = None
+    optimiser: Optimiser = field(default_factory=Optimiser)
+    steps: int = 1000
+    batch: int = 8
+    accumulate: int = 1
+    sequence_length: int = 1024
+    ttt_steps: int = 7
+    loss: str = "forward-kl"
+    loss_decay: float = 0.8
+    features: str = "live"
+    dtype: str = "float32"
+    save_dtype: str = "float32"
+    device: str | None = None
+    trust_remote_code: bool = False
+    seed: int = 0
+    eval_every: int = 100
+    eval_tokens: int = 64
+    checkpoint_every: int = 100
+
+    def __post_init__(self) -> None:
+        for name, cls in PARTS.items():
+            if isinstance(value := getattr(self, name), Mapping):
+                object.__setattr__(self, name, from_dict(cls, value, name))
+        if not isinstance(self.data, TrainingData):
+            raise SpecdecError(f"data: expected a mapping of options, got {self.data!r}")
+        if self.loss not in LOSSES:
+            raise unknown_name("loss", self.loss, LOSSES)
+        form = {
+            "target": TEXT, "out": TEXT, "steps": whole(1), "batch": whole(1), "accumulate": whole(1),
+            "sequence_length": whole(8), "ttt_steps": whole(1, 16), "loss_decay": number(0.0, 1.0),
+            "features": OneOf(FEATURES), "dtype": OneOf(DTYPES[:2]), "save_dtype": OneOf(DTYPES),
+            "device": Maybe(TEXT), "trust_remote_code": BOOL, "seed": INTEGER, "eval_every": whole(1),
+            "eval_tokens": whole(), "checkpoint_every": whole(1),
+        }  # fmt: skip
+        _check(self, form, "the config")
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.out)
+
+    def plain(self) -> dict[str, Any]:
+        """Everything that the curve depends on, as JSON has it."""
+        made: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return {name: value for name, value in made.items() if name not in FREE}
+
+
+PARTS: dict[str, type[Any]] = {"data": TrainingData, "head": HeadStart, "draft": DraftStart, "optimiser": Optimiser}
+KINDS = {"eagle3": "draft", "draft": "head"}  # what is trained, and the section that is the other's
+
+
+def load_training(path: str | Path, kind: str, **changes: Any) -> TrainingConfig:
+    """Read a run. kind: "eagle3" or "draft"; changes: fields to set over the file's. Raises SpecdecError."""
+    config = replace(load_yaml(path, TrainingConfig), **changes)
+    other = KINDS[kind]
+    if getattr(config, other) is not None:
+        raise SpecdecError(f"{Path(path).name}: the section {other!r} has no effect on `train {kind}`; leave it out")
+    if kind == "draft" and config.draft is None:
+        raise SpecdecError(f"{Path(path).name}: the section 'draft' is missing; it says what the draft starts from")
+    return config if kind == "draft" or config.head is not None else replace(config, head=HeadStart())
+
+
+def content_hash(value: Any) -> str:
+    """A short hash of plain data."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _check(part: Any, form: Mapping[str, Any], where: str) -> None:
+    """Raise SpecdecError for a field that is not as `form` has it; lists arrive as tuples."""
+    values = {f.name: getattr(part, f.name) for f in fields(part)}
+    check({k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}, form, where)

@@ -1,0 +1,162 @@
+"""What a drafter sees of its target in training: the observed states and the logits at every token of a text.
+
+`Live` runs the target along. `Stored` reads what `store` wrote before with the same function: observed states and the
+last hidden state, from which the target's own head makes the logits again (they would be 50 times the size). Both
+give the same batches: texts are padded on the right, where no token sees the padding.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from specdec.errors import SpecdecError
+from specdec.training.answers import Answer
+from specdec.training.config import content_hash
+
+SHARD = 64  # texts of a file
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Texts and what the target says about them.
+
+    ids: int64 [B, S], padded with 0
+    starts: int64 [B], the first token that is the target's own
+    lengths: int64 [B]
+    states: [B, S, n * H_t], n observed layers side by side; n may be 0
+    logits: [B, S, V]
+    """
+
+    ids: Tensor
+    starts: Tensor
+    lengths: Tensor
+    states: Tensor
+    logits: Tensor
+
+    def scored(self, step: int) -> Tensor:
+        """Where a draft could have begun and its token `step` been tested, bool [B, S - 2 - step]: entry j predicts
+        token j + 2 + step, the draft's first token is j + 2."""
+        predicted = torch.arange(self.ids.shape[1] - 2 - step, device=self.ids.device) + 2
+        return (predicted >= self.starts[:, None]) & (predicted + step < self.lengths[:, None])
+
+
+class Source(Protocol):
+    """Texts, by their index, as batches."""
+
+    device: torch.device
+
+    def __call__(self, chosen: Sequence[int]) -> Batch: ...
+
+
+class Live:
+    """Run the target on the texts of a batch."""
+
+    def __init__(self, target: nn.Module, layers: Sequence[int], answers: Sequence[Answer]):
+        self.target, self.layers, self.answers = target, layers, answers
+        self.device = next(target.parameters()).device
+
+    def __call__(self, chosen: Sequence[int]) -> Batch:
+        answers = [self.answers[i] for i in chosen]
+        ids, starts, lengths = _texts(answers, self.device)
+        states, logits, _ = self.observe(ids)
+        return Batch(ids, starts, lengths, states, logits)
+
+    @torch.no_grad()
+    def observe(self, ids: Tensor, last: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(observed states, logits, and if asked for the last hidden state) of [B, S] ids."""
+        out = self.target(input_ids=ids, use_cache=False, output_hidden_states=bool(self.layers) or last)
+        hidden = out.hidden_states
+        states = [hidden[i] for i in self.layers]
+        empty = out.logits.new_zeros((*ids.shape, 0))
+        return torch.cat([empty, *states], dim=-1), out.logits, hidden[-1] if last else None
+
+
+class Stored:
+    """Read what `store` wrote."""
+
+    def __init__(self, folder: Path, target: nn.Module, answers: Sequence[Answer]):
+        self.files = sorted(folder.glob("features-*.safetensors"))
+        self.head, self.answers = target.get_output_embeddings(), answers
+        self.device = next(target.parameters()).device
+
+    @torch.no_grad()
+    def __call__(self, chosen: Sequence[int]) -> Batch:
+        ids, starts, lengths = _texts([self.answers[i] for i in chosen], self.device)
+        read = [self._text(i) for i in chosen]
+        states, last = (pad_sequence(list(part), batch_first=True).to(self.device) for part in zip(*read, strict=True))
+        return Batch(ids, starts, lengths, states, self.head(last))
+
+    def _text(self, index: int) -> tuple[Tensor, Tensor]:
+        with safe_open(self.files[index // SHARD], framework="pt") as file:
+            return file.get_tensor(f"{index}.states"), file.get_tensor(f"{index}.last")
+
+
+def store(live: Live, folder: Path, target: str, batch: int, advance: Callable[[], None]) -> None:
+    """Write the features of all texts of `live`, or the shards that are missing. target: hash of its weights.
+
+    Raises SpecdecError where the logits are more than the output head of the last state, and for files of other texts.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    mark = content_hash([target, list(live.layers), [a.ids for a in live.answers]])
+    for first in range(0, len(live.answers), SHARD):
+        file = folder / f"features-{first // SHARD:05}.safetensors"
+        if file.exists():
+            _check_mark(file, mark)
+            continue
+        found: dict[str, Tensor] = {}
+        for start in range(first, min(first + SHARD, len(live.answers)), batch):
+            found |= _observed(live, range(start, min(start + batch, first + SHARD, len(live.answers))))
+        unfinished = file.with_suffix(".tmp")
+        save_file(found, unfinished, metadata={"specdec": json.dumps({"hash": mark})})
+        unfinished.replace(file)
+        advance()
+
+
+def _observed(live: Live, chosen: range) -> dict[str, Tensor]:
+    ids, _, lengths = _texts([live.answers[i] for i in chosen], live.device)
+    states, logits, last = live.observe(ids, last=True)
+    head: Any = live.target.get_output_embeddings()
+    if not torch.allclose(head(last), logits, atol=1e-3, rtol=1e-3):
+        raise SpecdecError("features: this target's logits are not its output head of its last state; use live")
+    assert last is not None
+    made: dict[str, Tensor] = {}
+    for row, i in enumerate(chosen):
+        length = int(lengths[row])
+        made[f"{i}.states"] = states[row, :length].cpu().contiguous()
+        made[f"{i}.last"] = last[row, :length].cpu().contiguous()
+    return made
+
+
+def _check_mark(file: Path, mark: str) -> None:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            found = json.loads((opened.metadata() or {}).get("specdec", "{}")).get("hash")
+    except Exception as error:  # whatever a damaged file makes of it
+        raise SpecdecError(f"{file} cannot be read: {error}; remove it") from None
+    if found != mark:
+        raise SpecdecError(f"{file} holds features of another target or other texts; remove the folder")
+
+
+def _texts(answers: Sequence[Answer], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    ids = pad_sequence([torch.tensor(a.ids) for a in answers], batch_first=True)
+    starts, lengths = torch.tensor([a.start for a in answers]), torch.tensor([len(a.ids) for a in answers])
+    return ids.to(device), starts.to(device), lengths.to(device)
+
+
+def order(count: int, seed: int) -> Iterator[int]:
+    """Texts without end: every epoch is a permutation that depends on the seed and its number alone."""
+    epoch = 0
+    while True:
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+        yield from torch.randperm(count, generator=generator).tolist()
+        epoch += 1

@@ -1,0 +1,153 @@
+"""The loop that trains any drafter: batches, one optimiser, a log, figures on held-out texts, and checkpoints.
+
+The curve is a function of config, target and answers alone: texts come in an order that depends on seed and epoch,
+and a checkpoint holds all that the next step depends on. A run that is killed goes on from its last checkpoint and
+writes the same log again, bit for bit on a CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from specdec.errors import SpecdecError
+from specdec.files.texts import parse_json, read_text, write_atomically
+from specdec.training.checkpoint import read_checkpoint, write_checkpoint
+from specdec.training.config import TrainingConfig
+from specdec.training.features import Source, order
+from specdec.training.schedule import make_optimiser
+from specdec.training.task import Figures, Task
+
+LOG = "log.jsonl"
+Evaluate = Callable[[], dict[str, Any]]
+
+
+@dataclass
+class Loop:
+    """One run.
+
+    source: texts to train on, `count` of them
+    evaluate: figures on held-out texts, for the log
+    mark: hash of all that the curve depends on; a checkpoint of another one is refused
+    """
+
+    config: TrainingConfig
+    accelerator: Accelerator
+    task: Task
+    source: Source
+    count: int
+    evaluate: Evaluate
+    mark: str
+
+    def __post_init__(self) -> None:
+        optimiser, schedule = make_optimiser(self.task.module, self.config)
+        self.schedule = schedule
+        self.module, self.optimiser = self.accelerator.prepare(self.task.module, optimiser)
+        self.parameters = [p for p in self.task.module.parameters() if p.requires_grad]
+
+    def run(self, advance: Callable[[str], None]) -> list[dict[str, Any]]:
+        """Train to the end, or from the last checkpoint on; returns the log."""
+        config, folder = self.config, self.config.folder
+        done = read_checkpoint(folder, self._state(), self.mark, self.accelerator.device)
+        log = _Log(folder / LOG, done, self.accelerator.is_main_process)
+        chosen = self._chosen(done)
+        if not done:
+            log.write(self._entry(0, None, 0.0))
+        started = time.perf_counter()
+        for step in range(done + 1, config.steps + 1):
+            loss = self._step(chosen)
+            seconds = time.perf_counter() - started
+            is_last = step == config.steps
+            if step % config.eval_every == 0 or is_last:
+                log.write(self._entry(step, loss, seconds))
+            elif step % 10 == 0:
+                log.write({"step": step, "loss": loss.item(), "seconds": seconds})
+            if (step % config.checkpoint_every == 0 or is_last) and self.accelerator.is_main_process:
+                write_checkpoint(folder, self._state(), self.mark, step)
+            advance(log.words(step))
+        return log.entries
+
+    def _step(self, chosen: Iterator[list[int]]) -> Tensor:
+        """One optimiser step; returns its loss."""
+        self.module.train()
+        total = torch.zeros((), device=self.accelerator.device)
+        for i in range(self.config.accumulate):
+            is_last = i + 1 == self.config.accumulate
+            with nullcontext() if is_last else self.accelerator.no_sync(self.module):
+                loss = self.figures(self.module, next(chosen)).loss / self.config.accumulate
+                self.accelerator.backward(loss)
+            total += loss.detach()
+        self.accelerator.clip_grad_norm_(self.parameters, self.config.optimiser.clip)
+        self.optimiser.step()
+        self.schedule.step()
+        self.optimiser.zero_grad(set_to_none=True)
+        mean: Tensor = self.accelerator.reduce(total, "mean")
+        return mean
+
+    def figures(self, module: Callable[..., Figures], chosen: list[int]) -> Figures:
+        """A pass over the texts with these numbers."""
+        half = self.config.dtype == "bfloat16"
+        batch = self.source(chosen)
+        with torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=half):
+            return module(batch)
+
+    def _chosen(self, done: int) -> Iterator[list[int]]:
+        """The texts of every pass of this process, from those of step `done` on."""
+        config, accelerator = self.config, self.accelerator
+        texts = order(self.count, config.seed)
+        everywhere = config.batch * accelerator.num_processes
+        for _ in range(done * config.accumulate):
+            list(islice(texts, everywhere))
+        while True:
+            drawn = list(islice(texts, everywhere))
+            yield drawn[accelerator.process_index * config.batch :][: config.batch]
+
+    def _entry(self, step: int, loss: Tensor | None, seconds: float) -> dict[str, Any]:
+        found = self.evaluate() if self.accelerator.is_main_process else {}
+        self.accelerator.wait_for_everyone()
+        lr = self.schedule.get_last_lr()[0]
+        return {"step": step, "loss": None if loss is None else loss.item(), "lr": lr, **found, "seconds": seconds}
+
+    def _state(self) -> dict[str, Any]:
+        """What the next step depends on, by name, each with state_dict and load_state_dict."""
+        return {"module": self.task.module, "optimiser": self.optimiser, "schedule": self.schedule}
+
+
+class _Log:
+    """JSON lines, of the steps so far; what an interrupted run wrote after its checkpoint is written again."""
+
+    def __init__(self, file: Path, done: int, writes: bool):
+        self.file, self.writes = file, writes
+        self.entries: list[dict[str, Any]] = []
+        if done:
+            whole = read_text(file, "log").rpartition("\n")[0].split("\n")
+            self.entries = [e for e in (parse_json(line, str(file)) for line in whole) if e["step"] <= done]
+            if not self.entries:
+                raise SpecdecError(f"{file} has no entry up to step {done} of the checkpoint; remove the folder")
+        if writes:
+            write_atomically(file, "".join(json.dumps(e) + "\n" for e in self.entries))
+
+    def write(self, entry: dict[str, Any]) -> None:
+        self.entries.append(entry)
+        if self.writes:
+            with self.file.open("a", encoding="utf-8") as lines:
+                lines.write(json.dumps(entry) + "\n")
+
+    def words(self, step: int) -> str:
+        """The state of the run in a few words."""
+        loss = next((e["loss"] for e in reversed(self.entries) if e.get("loss") is not None), None)
+        rates = next((e["teacher_forced"] for e in reversed(self.entries) if "teacher_forced" in e), [])
+        shown = " ".join(f"{rate:.2f}" for rate in rates)
+        return (
+            f"step {step}" + ("" if loss is None else f", loss {loss:.3f}") + (f", accepted {shown}" if rates else "")
+        )

@@ -1,0 +1,85 @@
+"""A new EAGLE-3 head for a target, or one from a checkpoint, ready to be trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specdec.config import unknown_name
+from specdec.drafters.eagle3 import EagleHead, HeadConfig, load_head
+from specdec.drafters.eagle3.formats import check_fit
+from specdec.errors import SpecdecError
+from specdec.training.config import HeadStart
+
+
+def make_head(start: HeadStart, target: nn.Module, counts: Tensor, seed: int) -> EagleHead:
+    """counts: of the tokens in the answers, int64 [V]. Raises SpecdecError for options that make no head."""
+    if start.checkpoint is not None:
+        head = load_head(start.checkpoint, start.options, target.config).head
+    else:
+        head = _new_head(start, target, counts, seed)
+    tables = target.get_input_embeddings(), target.get_output_embeddings()  # type: ignore[operator]
+    # What is the head's own is trained, but for an embedding: the target's is better than what few tokens teach.
+    head.borrow(*tables).float().requires_grad_(True)
+    if head.embed_tokens is not None:
+        head.embed_tokens.requires_grad_(False)
+    return head
+
+
+def _new_head(start: HeadStart, target: nn.Module, counts: Tensor, seed: int) -> EagleHead:
+    size = start.draft_vocab_size or len(counts)
+    config = head_config(target.config, size, start.options)
+    check_fit(config, target.config)
+    ids = draft_vocabulary(counts, size)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        head = EagleHead(config, None if size == len(counts) else ids - torch.arange(size))
+    rows = target.get_output_embeddings().weight[ids]  # type: ignore[operator]
+    if head.lm_head is not None and head.lm_head.weight.shape == rows.shape:
+        with torch.no_grad():
+            head.lm_head.weight.copy_(rows)
+    return head
+
+
+def head_config(target: Any, draft_vocab_size: int, options: Mapping[str, Any]) -> HeadConfig:
+    """The configuration of a new head: one layer as the target's are, its options over that."""
+    text = target.get_text_config()
+    known = [f.name for f in fields(HeadConfig)]
+    for name in options:
+        if name not in known:
+            raise unknown_name("field of an eagle3 head", name, known)
+    heads = text.num_attention_heads
+    rope = getattr(text, "rope_parameters", None) or {}
+    made: dict[str, Any] = {
+        "version": 3,
+        "hidden_size": text.hidden_size,
+        "intermediate_size": text.intermediate_size,
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(text, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(text, "head_dim", None) or text.hidden_size // heads,
+        "vocab_size": text.vocab_size,
+        "draft_vocab_size": draft_vocab_size,
+        "target_hidden_size": text.hidden_size,
+        "rms_norm_eps": getattr(text, "rms_norm_eps", 1e-6),
+        "max_position_embeddings": text.max_position_embeddings,
+        "rope": {"rope_type": "default", "rope_theta": float(rope.get("rope_theta", 10000.0))},
+        "own_embedding": False,
+    }
+    ids = options.get("layer_ids")
+    changes = {**options, **({"layer_ids": tuple(ids), "observed": len(ids)} if ids else {})}
+    config = HeadConfig(**made | changes)
+    if config.version != 3:
+        raise SpecdecError("head: new heads are EAGLE-3 heads; leave out `version`")
+    return config
+
+
+def draft_vocabulary(counts: Tensor, size: int) -> Tensor:
+    """The `size` most frequent tokens, ascending; of equally frequent ones those with smaller ids. int64 [size]"""
+    if size > len(counts):
+        raise SpecdecError(f"head: draft_vocab_size {size} is more than the target's {len(counts)} tokens")
+    best = torch.argsort(counts, descending=True, stable=True)
+    return best[:size].sort().values

@@ -1,0 +1,102 @@
+"""A training run from its config: answers, features, loop, result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from specdec.decoder import SpeculativeDecoder
+from specdec.decoding.provenance import WeightHash
+from specdec.models.loading import LoadedPair
+from specdec.training.answers import (
+    Answer,
+    Plan,
+    read_answers,
+    read_own_answers,
+    token_counts,
+    write_answers,
+)
+from specdec.training.config import TrainingConfig, content_hash
+from specdec.training.draft import DraftTask, make_draft
+from specdec.training.eagle3 import HeadTask
+from specdec.training.evaluate import Evaluation
+from specdec.training.features import Live, Source, Stored, store
+from specdec.training.loop import Loop
+from specdec.training.new_head import make_head
+from specdec.training.task import Task
+
+RESULT = {"eagle3": "head", "draft": "draft"}
+Advance = Callable[[str], None]
+Answers = tuple[list[Answer], list[Answer]]
+
+
+def run_training(config: TrainingConfig, kind: str, advance: Advance, part: tuple[int, int] | None = None) -> Any:
+    """Train, or go on with what was begun. kind: "eagle3" or "draft"; part: write only this shard of the answers.
+
+    Returns the log, a list of entries; None where only answers were written. Raises SpecdecError for bad input, and for
+    files of another run in `out`.
+    """
+    accelerator = Accelerator(cpu=config.device == "cpu" or not torch.cuda.is_available())
+    config.folder.mkdir(parents=True, exist_ok=True)
+    pair = LoadedPair.load(
+        config.target, device=config.device or str(accelerator.device), dtype=config.dtype,
+        trust_remote_code=config.trust_remote_code,
+    )  # fmt: skip
+    target = pair.target.requires_grad_(False)
+    answers = _answers(config, target, pair.tokenizer, advance, part)
+    if answers is None:
+        return None
+    task = make_task(kind, config, target, pair.tokenizer, answers[0])
+    task.module.to(accelerator.device)
+    weights = WeightHash(target).get()
+    train, held = (
+        _source(config, target, weights, task.layers, part, name, advance)
+        for part, name in zip(answers, ("train", "held"), strict=True)
+    )
+    evaluation = Evaluation(config, task, target, pair.tokenizer, answers[1], held)
+    mark = content_hash([config.plain(), kind, weights, [[a.ids for a in part] for part in answers]])
+    log = Loop(config, accelerator, task, train, len(answers[0]), evaluation, mark).run(advance)
+    if accelerator.is_main_process:
+        task.save(config.folder / RESULT[kind])
+    return log
+
+
+def make_task(kind: str, config: TrainingConfig, target: Any, tokenizer: Any, answers: Sequence[Answer]) -> Task:
+    """The drafter that is trained, as it starts."""
+    if kind == "draft":
+        assert config.draft is not None
+        return DraftTask(make_draft(config.draft, target, config), tokenizer, config)
+    assert config.head is not None
+    text = target.config.get_text_config()
+    head = make_head(config.head, target, token_counts(answers, text.vocab_size), config.seed)
+    return HeadTask(head, text.num_hidden_layers, config)
+
+
+def _answers(
+    config: TrainingConfig, target: Any, tokenizer: Any, advance: Advance, part: tuple[int, int] | None
+) -> Answers | None:
+    """Read the answers, after writing those that are missing. None: a shard was asked for, and no more."""
+    if config.data.answers is not None:
+        return read_own_answers(config, target.config.get_text_config().vocab_size)
+    plan = Plan.make(config, target, tokenizer)
+    found = None if part else read_answers(plan, config)
+    if found is not None:
+        return found
+    decoder = SpeculativeDecoder(target, None, tokenizer, strategies=[])
+    write_answers(plan, decoder, config, part or (0, 1), lambda: advance("the target writes answers"))
+    return None if part else read_answers(plan, config)
+
+
+def _source(
+    config: TrainingConfig, target: Any, weights: str, layers: Sequence[int], answers: Sequence[Answer], name: str,
+    advance: Advance,
+) -> Source:  # fmt: skip
+    live = Live(target, layers, answers)
+    if config.features == "live":
+        return live
+    folder = config.folder / f"features-{name}"
+    store(live, folder, weights, config.batch, lambda: advance("the target's states are written"))
+    return Stored(folder, target, answers)
