@@ -26,14 +26,13 @@ OPTIONS: list[dict[str, Any]] = [
     {"norm_output": True, "fc_norm": True},
     {"num_hidden_layers": 2, "norm_before_residual": True},
     {"qk_norm": True, "norm_before_fc": True, "head_dim": 6},
-    {"version": 1, "observed": 1, "target_hidden_size": 16, "draft_vocab_size": 30, "final_norm": False},
 ]
 
 
 def inputs(head: EagleHead, rows: int = 2) -> tuple[Tensor, Tensor]:
     rng = torch.Generator().manual_seed(7)
-    width = head.config.observed_size if head.config.version == 3 else head.config.hidden_size
-    return torch.randint(head.config.vocab_size, (rows, S), generator=rng), torch.randn(rows, S, width, generator=rng)
+    states = torch.randn(rows, S, head.config.observed_size, generator=rng)
+    return torch.randint(head.config.vocab_size, (rows, S), generator=rng), states
 
 
 def drafted(head: EagleHead, ids: Tensor, states: Tensor, entry: int, steps: int) -> list[Tensor]:
@@ -128,7 +127,7 @@ def test_a_head_learns_by_every_loss(loss: str) -> None:
         26,
         23,
         20,
-    ]  # 8 + 5 + 16 tokens of answers; each step deeper has one less in each
+    ]  # 8 + 5 + 16 tokens; one less in each for each step
 
 
 def test_padding_and_prompts_have_no_part_in_loss_and_figures() -> None:

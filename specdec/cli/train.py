@@ -12,7 +12,7 @@ from specdec.cli import output
 from specdec.cli.options import AsJson
 
 app = typer.Typer(
-    help="Train a drafter on what its target would write, from a YAML file (docs/training.md). Resumes where it stopped.",
+    help="Train a drafter on what its target would write (docs/training.md). Resumes where it stopped.",
     context_settings={"help_option_names": ["-h", "--help"]},
     no_args_is_help=True,
 )

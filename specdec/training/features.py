@@ -62,7 +62,8 @@ class Live:
     """Run the target on the texts of a batch."""
 
     def __init__(self, target: nn.Module, layers: Sequence[int], answers: Sequence[Answer]):
-        self.target, self.layers, self.answers = target, layers, answers
+        self.target: Any = target
+        self.layers, self.answers = layers, answers
         self.device = next(target.parameters()).device
 
     def __call__(self, chosen: Sequence[int]) -> Batch:
@@ -86,7 +87,8 @@ class Stored:
 
     def __init__(self, folder: Path, target: nn.Module, answers: Sequence[Answer]):
         self.files = sorted(folder.glob("features-*.safetensors"))
-        self.head, self.answers = target.get_output_embeddings(), answers
+        self.target: Any = target
+        self.answers = answers
         self.device = next(target.parameters()).device
 
     @torch.no_grad()
@@ -94,7 +96,7 @@ class Stored:
         ids, starts, lengths = _texts([self.answers[i] for i in chosen], self.device)
         read = [self._text(i) for i in chosen]
         states, last = (pad_sequence(list(part), batch_first=True).to(self.device) for part in zip(*read, strict=True))
-        return Batch(ids, starts, lengths, states, self.head(last))
+        return Batch(ids, starts, lengths, states, self.target.get_output_embeddings()(last))
 
     def _text(self, index: int) -> tuple[Tensor, Tensor]:
         with safe_open(self.files[index // SHARD], framework="pt") as file:
@@ -125,8 +127,7 @@ def store(live: Live, folder: Path, target: str, batch: int, advance: Callable[[
 def _observed(live: Live, chosen: range) -> dict[str, Tensor]:
     ids, _, lengths = _texts([live.answers[i] for i in chosen], live.device)
     states, logits, last = live.observe(ids, last=True)
-    head: Any = live.target.get_output_embeddings()
-    if not torch.allclose(head(last), logits, atol=1e-3, rtol=1e-3):
+    if not torch.allclose(live.target.get_output_embeddings()(last), logits, atol=1e-3, rtol=1e-3):
         raise SpecdecError("features: this target's logits are not its output head of its last state; use live")
     assert last is not None
     made: dict[str, Tensor] = {}

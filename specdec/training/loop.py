@@ -146,8 +146,6 @@ class _Log:
     def words(self, step: int) -> str:
         """The state of the run in a few words."""
         loss = next((e["loss"] for e in reversed(self.entries) if e.get("loss") is not None), None)
-        rates = next((e["teacher_forced"] for e in reversed(self.entries) if "teacher_forced" in e), [])
-        shown = " ".join(f"{rate:.2f}" for rate in rates)
-        return (
-            f"step {step}" + ("" if loss is None else f", loss {loss:.3f}") + (f", accepted {shown}" if rates else "")
-        )
+        measured = [e["teacher_forced"] for e in self.entries if "teacher_forced" in e]
+        rates = " ".join(f"{rate:.2f}" for rate in measured[-1]) if measured else "-"
+        return f"step {step}, loss {loss or 0.0:.3f}, accepted {rates}"

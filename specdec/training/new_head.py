@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from specdec.config import unknown_name
 from specdec.drafters.eagle3 import EagleHead, HeadConfig, load_head
@@ -16,21 +16,22 @@ from specdec.errors import SpecdecError
 from specdec.training.config import HeadStart
 
 
-def make_head(start: HeadStart, target: nn.Module, counts: Tensor, seed: int) -> EagleHead:
+def make_head(start: HeadStart, target: Any, counts: Tensor, seed: int) -> EagleHead:
     """counts: of the tokens in the answers, int64 [V]. Raises SpecdecError for options that make no head."""
     if start.checkpoint is not None:
         head = load_head(start.checkpoint, start.options, target.config).head
+        if head.config.version != 3:
+            raise SpecdecError("head: the checkpoint is a head of EAGLE-1 or EAGLE-2; only EAGLE-3 heads are trained")
     else:
         head = _new_head(start, target, counts, seed)
-    tables = target.get_input_embeddings(), target.get_output_embeddings()  # type: ignore[operator]
-    # What is the head's own is trained, but for an embedding: the target's is better than what few tokens teach.
-    head.borrow(*tables).float().requires_grad_(True)
+    # What is the head's own is trained, but for an embedding: few tokens teach it less than it knows.
+    head.borrow(target.get_input_embeddings(), target.get_output_embeddings()).float().requires_grad_(True)
     if head.embed_tokens is not None:
         head.embed_tokens.requires_grad_(False)
     return head
 
 
-def _new_head(start: HeadStart, target: nn.Module, counts: Tensor, seed: int) -> EagleHead:
+def _new_head(start: HeadStart, target: Any, counts: Tensor, seed: int) -> EagleHead:
     size = start.draft_vocab_size or len(counts)
     config = head_config(target.config, size, start.options)
     check_fit(config, target.config)
@@ -38,7 +39,7 @@ def _new_head(start: HeadStart, target: nn.Module, counts: Tensor, seed: int) ->
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         head = EagleHead(config, None if size == len(counts) else ids - torch.arange(size))
-    rows = target.get_output_embeddings().weight[ids]  # type: ignore[operator]
+    rows = target.get_output_embeddings().weight[ids]
     if head.lm_head is not None and head.lm_head.weight.shape == rows.shape:
         with torch.no_grad():
             head.lm_head.weight.copy_(rows)

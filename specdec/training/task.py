@@ -55,9 +55,11 @@ class Task(Protocol):
     steps: depth of its drafts in training
     """
 
-    module: nn.Module
     layers: tuple[int, ...]
     steps: int
+
+    @property
+    def module(self) -> nn.Module: ...
 
     def decoding(self, length: int) -> tuple[Any, list[Any]]:
         """(draft model or None, strategies) to decode with it as it is now, `length` tokens a draft."""
