@@ -16,10 +16,11 @@ from specdec.research.ablation.store import Plan
 from specdec.research.exactness.run import ExactnessConfig
 
 ROOT = Path(__file__).resolve().parents[1]
-# Those of `specdec bench CONFIG` are tested with it.
-CONFIGS = sorted(p for p in (ROOT / "configs").glob("*.yaml") if not p.name.startswith("bench_"))
-ABLATIONS = [p for p in CONFIGS if "pairs" in yaml.safe_load(p.read_text())]
-OTHERS = [p for p in CONFIGS if p not in ABLATIONS]
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+# Those of `specdec bench CONFIG` and `specdec train` are tested with these.
+RUNS = [p for p in CONFIGS if not p.name.startswith(("bench_", "train_"))]
+ABLATIONS = [p for p in RUNS if "pairs" in yaml.safe_load(p.read_text())]
+OTHERS = [p for p in RUNS if p not in ABLATIONS]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 

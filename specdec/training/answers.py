@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from specdec.decoder import SpeculativeDecoder
 from specdec.decoding.prompts import encode_prompts
@@ -48,7 +47,7 @@ class Plan:
     hash: str
 
     @staticmethod
-    def make(config: TrainingConfig, target: nn.Module, tokenizer: Any) -> Plan:
+    def make(config: TrainingConfig, target: Any, tokenizer: Any) -> Plan:
         """Raises SpecdecError for prompts that cannot be read or leave nothing to train on."""
         data, model = config.data, target.config
         found = [as_given(p, tokenizer, data.chat, data.longest) for p in data.load(data.texts)]

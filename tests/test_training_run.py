@@ -1,0 +1,262 @@
+"""Whole runs on a small target: they resume to the same curve, and say what they measure."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from specdec import SpecdecError, SpeculativeDecoder
+from specdec.drafters import Eagle3
+from specdec.drafters.eagle3 import load_head
+from specdec.training import answers as answers_module
+from specdec.training import loop as loop_module
+from specdec.training.answers import Plan, parse_part, read_answers, write_answers
+from specdec.training.config import TrainingConfig
+from specdec.training.features import Live, Stored, order, store
+from specdec.training.run import run_training
+from specdec.training.schedule import factor
+from tests.helpers.tiny import tiny_model
+from tests.helpers.training import DRAFT, HEAD, config_of, log_of, save_target, settings
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def decoder(target: Path) -> SpeculativeDecoder:
+    return SpeculativeDecoder.from_pretrained(target, strategies=[], device="cpu")
+
+
+def quiet(words: str) -> None:
+    """Progress that nobody sees."""
+
+
+def small(tmp_path: Path, target: Path, name: str = "run", **changes: Any) -> TrainingConfig:
+    return config_of(tmp_path / f"{name}.yaml", "eagle3", settings(target, tmp_path / name, **HEAD, **changes))
+
+
+# -- answers -----------------------------------------------------------------------------------------------------------
+
+
+def rows(file: Path) -> dict[int, Any]:
+    return {row["index"]: row for row in map(json.loads, file.read_text().splitlines()[1:])}
+
+
+def test_answers_are_the_same_after_a_kill_and_from_shards(
+    tmp_path: Path, target: Path, decoder: SpeculativeDecoder
+) -> None:
+    config, again, parts = (small(tmp_path, target, name) for name in ("one", "two", "three"))
+    plan = Plan.make(config, decoder.target.model, decoder.tokenizer)
+
+    def write(config: TrainingConfig, part: tuple[int, int]) -> Path:
+        return write_answers(plan, decoder, config, part, lambda: None)
+
+    whole = write(config, (0, 1))
+    assert len(rows(whole)) == len(plan.prompts) == 5
+    text = whole.read_text()
+    again.folder.mkdir()
+    (again.folder / whole.name).write_text(
+        text[: text.rindex('"output"')]
+    )  # as a kill in the middle of a line leaves it
+    assert rows(write(again, (0, 1))) == rows(whole)
+    first = write(parts, (0, 2))
+    assert read_answers(plan, parts) is None
+    assert rows(first) | rows(write(parts, (1, 2))) == rows(whole)
+    assert read_answers(plan, parts) == read_answers(plan, config)
+
+
+def test_answers_are_plain_decodings_and_what_is_held_out_is_not_trained_on(
+    tmp_path: Path, target: Path, decoder: SpeculativeDecoder
+) -> None:
+    config = small(tmp_path, target)
+    plan = Plan.make(config, decoder.target.model, decoder.tokenizer)
+    write_answers(plan, decoder, config, (0, 1), lambda: None)
+    found = read_answers(plan, config)
+    assert found is not None
+    train, held = found
+    assert (len(train), len(held)) == (3, 2)
+    assert not {a.ids for a in train} & {a.ids for a in held}
+    greedy = small(tmp_path, target, "greedy", data=settings(target, tmp_path)["data"] | {"temperature": 0.0})
+    plan = Plan.make(greedy, decoder.target.model, decoder.tokenizer)
+    write_answers(plan, decoder, greedy, (0, 1), lambda: None)
+    outputs = [row["output"] for _, row in sorted(rows(greedy.folder / "answers-0-of-1.jsonl").items())]
+    assert outputs == decoder.generate(plan.prompts, 10).token_ids
+
+
+@pytest.mark.parametrize("change", [{"temperature": 0.5}, {"max_new_tokens": 11}, {"texts": ["a b c", "d", "e"]}])
+def test_answers_to_other_settings_are_refused(
+    tmp_path: Path, target: Path, decoder: SpeculativeDecoder, change: dict[str, Any]
+) -> None:
+    config = small(tmp_path, target)
+    plan = Plan.make(config, decoder.target.model, decoder.tokenizer)
+    write_answers(plan, decoder, config, (0, 1), lambda: None)
+    other = small(tmp_path, target, data=settings(target, tmp_path)["data"] | change)
+    with pytest.raises(SpecdecError, match="answers of another target, other prompts or other settings"):
+        write_answers(Plan.make(other, decoder.target.model, decoder.tokenizer), decoder, other, (0, 1), lambda: None)
+
+
+def test_answers_of_another_target_are_refused(tmp_path: Path, target: Path, decoder: SpeculativeDecoder) -> None:
+    config = small(tmp_path, target)
+    plan = Plan.make(config, decoder.target.model, decoder.tokenizer)
+    write_answers(plan, decoder, config, (0, 1), lambda: None)
+    weight = decoder.target.model.lm_head.weight
+    with torch.no_grad():
+        weight.mul_(1.5)
+    try:
+        other = Plan.make(config, decoder.target.model, decoder.tokenizer)
+        with pytest.raises(SpecdecError, match="answers of another target"):
+            read_answers(other, config)
+    finally:
+        with torch.no_grad():
+            weight.div_(1.5)
+
+
+def test_a_part_is_i_of_n() -> None:
+    assert parse_part("2/4") == (2, 4)
+    for text in ("4/4", "1", "a/b", "-1/2", ""):
+        with pytest.raises(SpecdecError, match="a part such as 0/4"):
+            parse_part(text)
+
+
+# -- features and order ------------------------------------------------------------------------------------------------
+
+
+def test_stored_features_are_the_live_ones(tmp_path: Path) -> None:
+    model = tiny_model("llama", seed=1, num_hidden_layers=8, initializer_range=0.1)
+    texts = [answers_module.Answer(tuple(range(3, 3 + n)), 2) for n in (9, 5, 12)]
+    live = Live(model, (2, 4, 5), texts)
+    store(live, tmp_path / "features", "weights", 2, lambda: None)
+    stored = Stored(tmp_path / "features", model, texts)
+    for chosen in ([0], [2, 1], [1, 0, 2]):
+        a, b = live(chosen), stored(chosen)
+        for name in ("ids", "starts", "lengths"):
+            assert torch.equal(getattr(a, name), getattr(b, name))
+        real = torch.arange(a.ids.shape[1]) < a.lengths[:, None]
+        torch.testing.assert_close(a.states[real], b.states[real], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(a.logits[real], b.logits[real], atol=1e-4, rtol=1e-5)
+    with pytest.raises(SpecdecError, match="features of another target or other texts"):
+        store(live, tmp_path / "features", "other weights", 2, lambda: None)
+
+
+def test_every_epoch_is_another_permutation_that_depends_on_the_seed() -> None:
+    texts = order(6, 3)
+    epochs = [[next(texts) for _ in range(6)] for _ in range(3)]
+    assert all(sorted(e) == list(range(6)) for e in epochs)
+    assert epochs[0] != epochs[1]
+    again = order(6, 3)
+    assert [next(again) for _ in range(6)] == epochs[0]
+
+
+def test_the_learning_rate_warms_up_and_falls_to_its_end(tmp_path: Path, target: Path) -> None:
+    config = small(tmp_path, target, optimiser={"warm_up": 4, "final": 0.1})
+    rates = [factor(config.optimiser, 20, step) for step in range(20)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert rates[3:] == sorted(rates[3:], reverse=True)
+    assert rates[-1] == pytest.approx(0.1)
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_was_stopped_goes_on_to_the_same_curve(
+    tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, broken = small(tmp_path, target, "whole"), small(tmp_path, target, "broken")
+    run_training(whole, "eagle3", quiet)
+    step = loop_module.Loop._step
+
+    def stop(self: Any, chosen: Any) -> Any:
+        if self.schedule.last_epoch == 5:
+            raise KeyboardInterrupt
+        return step(self, chosen)
+
+    monkeypatch.setattr(loop_module.Loop, "_step", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run_training(broken, "eagle3", quiet)
+    monkeypatch.undo()
+    run_training(broken, "eagle3", quiet)
+    assert log_of(broken.folder) == log_of(whole.folder)
+    assert [e["step"] for e in log_of(whole.folder)] == [0, 3, 6]
+    a, b = (load_head(c.folder / "head").head.state_dict() for c in (whole, broken))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_finished_head_drafts_for_its_target(tmp_path: Path, target: Path, decoder: SpeculativeDecoder) -> None:
+    config = small(tmp_path, target, features="stored", accumulate=2, steps=2, loss="acceptance")
+    log = run_training(config, "eagle3", quiet)
+    entry = log[-1]
+    assert len(entry["teacher_forced"]) == 3
+    assert all(0 <= rate <= 1 for rate in entry["teacher_forced"])
+    assert entry["acceptance_length"] >= 1
+    out = decoder.generate("def one", 8, strategies=[Eagle3(head=config.folder / "head")])
+    assert out.token_ids == decoder.generate("def one", 8, strategies=[]).token_ids
+    assert out.stats.to_dict()["draft_tokens"] > 0
+
+
+def test_a_checkpoint_of_another_config_is_refused(tmp_path: Path, target: Path) -> None:
+    config = small(tmp_path, target, steps=2, eval_tokens=0)
+    run_training(config, "eagle3", quiet)
+    with pytest.raises(SpecdecError, match="another config, target or answers"):
+        run_training(small(tmp_path, target, steps=2, eval_tokens=0, ttt_steps=2), "eagle3", quiet)
+
+
+def test_a_damaged_checkpoint_is_refused(tmp_path: Path, target: Path) -> None:
+    config = small(tmp_path, target, steps=2, eval_tokens=0)
+    run_training(config, "eagle3", quiet)
+    file = config.folder / "checkpoint.pt"
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(SpecdecError, match=r"checkpoint.pt cannot be read"):
+        run_training(config, "eagle3", quiet)
+
+
+@pytest.mark.full
+def test_a_killed_process_resumes_to_the_same_curve(tmp_path: Path, target: Path) -> None:
+    files = {}
+    for name in ("whole", "killed"):
+        values = settings(target, tmp_path / name, **HEAD, steps=40, eval_every=10, checkpoint_every=5)
+        files[name] = tmp_path / f"{name}.yaml"
+        files[name].write_text(yaml.safe_dump(values))
+
+    def start(name: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "specdec", "train", "eagle3", str(files[name]), "--json"]
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+    assert start("whole").wait(300) == 0
+    for entries in (1, 2):  # killed twice: after the first figures, and after some more
+        process = start("killed")
+        log = tmp_path / "killed" / "log.jsonl"
+        deadline = time.monotonic() + 300
+        while time.monotonic() < deadline and (not log.exists() or log.read_text().count("\n") <= entries):
+            assert process.poll() is None, "the run ended before it was killed"
+            time.sleep(0.05)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert start("killed").wait(300) == 0
+    assert log_of(tmp_path / "killed") == log_of(tmp_path / "whole")
+
+
+# -- drafts ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_draft_of_the_targets_layers_is_trained_and_used(
+    tmp_path: Path, target: Path, decoder: SpeculativeDecoder
+) -> None:
+    config = config_of(tmp_path / "d.yaml", "draft", settings(target, tmp_path / "d", **DRAFT, steps=3))
+    log = run_training(config, "draft", quiet)
+    assert len(log[-1]["teacher_forced"]) == 1
+    pair = SpeculativeDecoder.from_pretrained(target, config.folder / "draft", device="cpu", check=False)
+    out = pair.generate("def one", 8)
+    assert out.token_ids == decoder.generate("def one", 8, strategies=[]).token_ids
+    assert out.stats.to_dict()["draft_tokens"] > 0
