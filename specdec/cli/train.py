@@ -60,9 +60,13 @@ def _print(console: Console, log: list[dict[str, Any]], result: str) -> None:
     measured = [entry for entry in log if "teacher_forced" in entry]
     most = max(len(entry.get("free_running", entry["teacher_forced"])) for entry in measured)
     made = output.table(
-        "step", "loss", *(f"{i + 1}" for i in range(most)), "length", "s",
+        "step",
+        "loss",
+        *(f"{i + 1}" for i in range(most)),
+        "length",
+        "s",
         title="Held-out acceptance by position: expected on the target's texts / of tokens tested in decoding",
-    )  # fmt: skip
+    )
     for entry in measured:
         shown = [_pair(entry["teacher_forced"], entry.get("free_running", []), i) for i in range(most)]
         length = output.number(entry.get("acceptance_length"))

@@ -47,9 +47,14 @@ class TrainingData(DataConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         form = {
-            "texts": [TEXT], "answers": Maybe(TEXT), "held_out": whole(1), "samples": whole(1),
-            "max_new_tokens": whole(), "temperature": number(0.0), "batch_size": whole(1),
-        }  # fmt: skip
+            "texts": [TEXT],
+            "answers": Maybe(TEXT),
+            "held_out": whole(1),
+            "samples": whole(1),
+            "max_new_tokens": whole(),
+            "temperature": number(0.0),
+            "batch_size": whole(1),
+        }
         _check(self, form, "data")
         sources = [name for name in ("dataset", "texts", "answers") if getattr(self, name)]
         if len(sources) != 1:
@@ -112,9 +117,13 @@ class Optimiser:
 
     def __post_init__(self) -> None:
         form = {
-            "lr": number(0.0), "betas": [number(0.0, 1.0)], "weight_decay": number(0.0), "warm_up": whole(),
-            "final": number(0.0, 1.0), "clip": number(0.0),
-        }  # fmt: skip
+            "lr": number(0.0),
+            "betas": [number(0.0, 1.0)],
+            "weight_decay": number(0.0),
+            "warm_up": whole(),
+            "final": number(0.0, 1.0),
+            "clip": number(0.0),
+        }
         _check(self, form, "optimiser")
         if len(self.betas) != 2:
             raise SpecdecError(f"optimiser: betas must be two numbers, got {list(self.betas)}")
@@ -169,12 +178,24 @@ class TrainingConfig:
         if self.loss not in LOSSES:
             raise unknown_name("loss", self.loss, LOSSES)
         form = {
-            "target": TEXT, "out": TEXT, "steps": whole(1), "batch": whole(1), "accumulate": whole(1),
-            "sequence_length": whole(8), "ttt_steps": whole(1, 16), "loss_decay": number(0.0, 1.0),
-            "features": OneOf(FEATURES), "dtype": OneOf(DTYPES[:2]), "save_dtype": OneOf(DTYPES),
-            "device": Maybe(TEXT), "trust_remote_code": BOOL, "seed": INTEGER, "eval_every": whole(1),
-            "eval_tokens": whole(), "checkpoint_every": whole(1),
-        }  # fmt: skip
+            "target": TEXT,
+            "out": TEXT,
+            "steps": whole(1),
+            "batch": whole(1),
+            "accumulate": whole(1),
+            "sequence_length": whole(8),
+            "ttt_steps": whole(1, 16),
+            "loss_decay": number(0.0, 1.0),
+            "features": OneOf(FEATURES),
+            "dtype": OneOf(DTYPES[:2]),
+            "save_dtype": OneOf(DTYPES),
+            "device": Maybe(TEXT),
+            "trust_remote_code": BOOL,
+            "seed": INTEGER,
+            "eval_every": whole(1),
+            "eval_tokens": whole(),
+            "checkpoint_every": whole(1),
+        }
         _check(self, form, "the config")
 
     @property

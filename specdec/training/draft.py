@@ -27,9 +27,12 @@ def make_draft(start: DraftStart, target: Any, config: TrainingConfig) -> Any:
     """A draft in float32. Raises SpecdecError for one that cannot draft for the target."""
     if start.checkpoint is not None:
         pair = LoadedPair.load(
-            config.target, start.checkpoint, device="cpu", draft_dtype="float32",
+            config.target,
+            start.checkpoint,
+            device="cpu",
+            draft_dtype="float32",
             trust_remote_code=config.trust_remote_code,
-        )  # fmt: skip
+        )
         made = pair.draft
     elif start.layers is not None:
         made = pruned(target, start.layers)

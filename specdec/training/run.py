@@ -42,9 +42,11 @@ def run_training(config: TrainingConfig, kind: str, advance: Advance, part: tupl
     accelerator = Accelerator(cpu=config.device == "cpu" or not torch.cuda.is_available())
     config.folder.mkdir(parents=True, exist_ok=True)
     pair = LoadedPair.load(
-        config.target, device=config.device or str(accelerator.device), dtype=config.dtype,
+        config.target,
+        device=config.device or str(accelerator.device),
+        dtype=config.dtype,
         trust_remote_code=config.trust_remote_code,
-    )  # fmt: skip
+    )
     target = pair.target.requires_grad_(False)
     answers = _answers(config, target, pair.tokenizer, advance, part)
     if answers is None:
@@ -91,9 +93,14 @@ def _answers(
 
 
 def _source(
-    config: TrainingConfig, target: Any, weights: str, layers: Sequence[int], answers: Sequence[Answer], name: str,
+    config: TrainingConfig,
+    target: Any,
+    weights: str,
+    layers: Sequence[int],
+    answers: Sequence[Answer],
+    name: str,
     advance: Advance,
-) -> Source:  # fmt: skip
+) -> Source:
     live = Live(target, layers, answers)
     if config.features == "live":
         return live

@@ -25,10 +25,18 @@ def save_target(folder: Path) -> Path:
 
 def settings(target: Path, out: Path, **changes: Any) -> dict[str, Any]:
     made = {
-        "target": str(target), "out": str(out), "device": "cpu", "steps": 6, "batch": 2, "sequence_length": 24,
-        "ttt_steps": 3, "eval_every": 3, "eval_tokens": 8, "checkpoint_every": 2,
+        "target": str(target),
+        "out": str(out),
+        "device": "cpu",
+        "steps": 6,
+        "batch": 2,
+        "sequence_length": 24,
+        "ttt_steps": 3,
+        "eval_every": 3,
+        "eval_tokens": 8,
+        "checkpoint_every": 2,
         "data": {"texts": TEXTS, "held_out": 2, "max_new_tokens": 10, "batch_size": 2, "temperature": 1.0},
-    }  # fmt: skip
+    }
     return made | changes
 
 
