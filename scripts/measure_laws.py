@@ -37,18 +37,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as work:
         report = Path(work) / "report.xml"
         tests = [str(ROOT / "tests" / name) for name in FILES]
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-m",
-            "",
-            "-n",
-            str(arguments.workers),
-            f"--junitxml={report}",
-            *tests,
-        ]
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "", "-n", str(arguments.workers)]
+        command += [f"--junitxml={report}", *tests]
         environment = {**os.environ, "SPECDEC_SAMPLES": str(arguments.samples)}
         status = subprocess.run([*command, "-k", "law or broken or rejected or mask"], env=environment, check=False)
         cases = _cases(ET.parse(report).getroot())
@@ -66,17 +56,10 @@ def _cases(root: ET.Element) -> list[dict[str, Any]]:
             if found is None:
                 continue
             statistic, critical, bins, n, distance = found.groups()
-            cases.append(
-                {
-                    "test": test.get("name"),
-                    "passed": test.find("failure") is None,
-                    "statistic": _finite(statistic),
-                    "critical": float(critical),
-                    "bins": int(bins),
-                    "samples": int(n),
-                    "total_variation": float(distance),
-                }
-            )
+            fit = {"statistic": _finite(statistic), "critical": float(critical), "bins": int(bins)}
+            passed = test.find("failure") is None
+            case = {"test": test.get("name"), "passed": passed, **fit, "samples": int(n)}
+            cases.append({**case, "total_variation": float(distance)})
     return cases
 
 

@@ -24,6 +24,7 @@ from specdec import NgramCache, NgramMapK, NgramMapK4V, NgramMod, NgramSimple, P
 from specdec.drafters.base import DraftContext, DraftRequest
 from specdec.drafters.chain import Chain, build_chain
 from specdec.files.compact_json import write_json
+from specdec.models.kv_cache import common_prefix
 from specdec.research.bench import origin
 from specdec.research.bootstrap import DRAWS, difference
 from specdec.research.offline.replay import Text, load_texts, replay
@@ -40,13 +41,7 @@ SLOTS = 4
 Make = Callable[[], Any]
 
 COSTED: dict[str, Make] = {
-    "ngram-simple": NgramSimple,
-    "ngram-map-k": NgramMapK,
-    "ngram-map-k4v": NgramMapK4V,
-    "ngram-mod": NgramMod,
-    "ngram-cache": NgramCache,
-    "prompt-lookup": PromptLookup,
-    "suffix": Suffix,
+    made.name: made for made in (NgramSimple, NgramMapK, NgramMapK4V, NgramMod, NgramCache, PromptLookup, Suffix)
 }
 # Upstream's defaults ask for long n-grams and long drafts; the short ones are what a cap of 8 calls for.
 COMPARED: dict[str, Make] = {
@@ -114,11 +109,7 @@ def _cost(make: Make, stream: np.ndarray, size: int) -> dict[str, float]:
     for _ in range(ROUNDS):
         started = time.perf_counter()
         [draft] = drafter.draft([DraftRequest(0, stream[:at], int(stream[at]), CAP, at)])
-        accepted = 0
-        for token, truth in zip(draft.tokens[:CAP], stream[at + 1 :], strict=False):
-            if token != truth:
-                break
-            accepted += 1
+        accepted = common_prefix(np.array(draft.tokens[:CAP], dtype=np.int64), stream[at + 1 :])
         drafter.accept(0, accepted, False)
         times.append(1e6 * (time.perf_counter() - started))
         at += accepted + 1

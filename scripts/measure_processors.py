@@ -9,7 +9,6 @@ once a position with batch 1. Milliseconds, median over the repeats, on random s
 from __future__ import annotations
 
 import argparse
-import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -17,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from specdec.decoding.provenance import device_name
 from specdec.files.compact_json import write_json
+from specdec.research.bench import origin
 from specdec.sampling.prefixes import History
 from specdec.sampling.processors import apply_processors
 from specdec.sampling.sampling import build_sampling
@@ -101,17 +101,11 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     device = torch.device(options.device)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     with torch.no_grad():
         entries = measure(device, options.known, options.repeats)
-    result = {
-        "shape": {"rows": ROWS, "columns": COLUMNS, "vocabulary": VOCAB},
-        "device": name,
-        "threads": options.threads,
-        "repeats": options.repeats,
-        "entries": entries,
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-    }
+    shape = {"rows": ROWS, "columns": COLUMNS, "vocabulary": VOCAB}
+    about = {"device": device_name(device), "threads": options.threads, "repeats": options.repeats}
+    result = {"benchmark": "processors", **origin(), "shape": shape, **about, "entries": entries}
     if options.out is not None:
         write_json(options.out, result)
 

@@ -180,4 +180,4 @@ def _check_writable(path: Path) -> None:
 def _print(console: Console, result: dict[str, Any]) -> None:
     for table in tables(result):
         if table.rows:
-            console.print(output.rendered(table))
+            console.print(output.rendered(table, whole_names=False))
