@@ -13,6 +13,10 @@ A rule accepts or rejects every drafted token, and says what to emit at the firs
   random numbers that the target samples p with. Equal numbers make equal tokens likely: the acceptance is
   sum_x 1 / sum_y max(p_y / p_x, q_y / q_x) (theory.expected_acceptance), and the text is still plain decoding's.
 
+- `block` (Sun et al. 2025, block verification): decides on the draft as a whole. With w_0 = 1 and w_i = min(1, w_{i-1}
+  p(x_i) / q(x_i)), accept the longest prefix whose coin falls below its acceptance probability; then sample
+  norm(max(0, w p - q)). Lossless, and on average never fewer accepted tokens than `leviathan`. Chains only.
+
 Greedy is the T -> 0 case of all: a drafted token is accepted iff it is the argmax.
 
 Trees are walked from the newest token down, all rows at once: at each node the rule picks the accepted child, if any,
@@ -79,6 +83,7 @@ class Block:
     done [B]: tokens of the draft that earlier passes have accepted
     outside [B, S]: an id was drafted that the target lacks; `draft` is 0 there
     missing [B, S]: a node of a tree that does not exist; `draft` is 0 there
+    round_keys [B]: keys that change every round, for a rule whose coins after the last accepted token must be fresh
     """
 
     scores: Tensor
@@ -96,6 +101,7 @@ class Block:
     done: Tensor | None = None
     outside: Tensor | None = None
     missing: Tensor | None = None
+    round_keys: Tensor | None = None
 
     @Once
     def p(self) -> Tensor:
@@ -112,9 +118,14 @@ class Block:
         """Distance of each column from the newest token, in tokens, [S] or [B, S]."""
         return self.columns if self.tree is None else self.tree.depths
 
-    def streams(self, purpose: Purpose) -> Tensor:
-        """Random streams [B, S], one per position: columns of one depth share theirs."""
-        return streams(self.keys[:, None], self.positions[:, None] + self.depths, purpose)
+    def streams(self, purpose: Purpose, fresh: bool = False) -> Tensor:
+        """Return random streams [B, S], one per position: columns of one depth share theirs. fresh: of this round.
+
+        The streams of a row are one per position, whatever the round. A rule that has looked at a coin after the last
+        accepted token would meet it again in the next round and be biased: it must ask for fresh ones.
+        """
+        keys = self.round_keys if fresh and self.round_keys is not None else self.keys
+        return streams(keys[:, None], self.positions[:, None] + self.depths, purpose)
 
     @Once
     def own(self) -> Tensor:
@@ -428,6 +439,54 @@ def reject_siblings(block: Block, column: Tensor) -> Siblings:
     return Siblings(accepted, p, rejected)
 
 
+# -- block: the longest prefix by joint ratios -------------------------------------------------------------------------
+
+
+def prefix_weights(block: Block) -> Tensor:
+    """The share of each prefix of the draft that can be accepted, [B, S + 1]: w_0 = 1, w_i = min(1, w_{i-1} p / q)."""
+    assert block.q is not None
+    index = block.draft[..., None]
+    ratio = block.p.gather(-1, index)[..., 0] / block.q.gather(-1, index)[..., 0]  # [B, S]
+    weights = [torch.ones_like(ratio[:, 0])]
+    for s in range(ratio.shape[1]):
+        weights.append((weights[-1] * ratio[:, s].nan_to_num(nan=0.0)).clamp(max=1.0))
+    return torch.stack(weights, dim=1)
+
+
+def block_acceptance(block: Block) -> Tensor:
+    """The probability that the first s + 1 drafted tokens are accepted, if no longer prefix is, [B, S]."""
+    assert block.q is not None
+    weights = prefix_weights(block)
+    after = block.columns + 1  # where the token after the prefix is predicted
+    at = after.clamp(max=block.scores.shape[1] - 1)
+    rest = (weights[:, 1:, None] * block.p[:, at] - block.q[:, at]).clamp(min=0).sum(dim=-1)  # [B, S]
+    shorter = (rest / (rest + 1 - weights[:, 1:])).nan_to_num(nan=0.0)  # 0 / 0: p = q there, a longer prefix decides
+    return torch.where(after < block.lengths[:, None], shorter, weights[:, 1:])
+
+
+def in_accepted_block(block: Block) -> Tensor:
+    """Accept the longest prefix whose last token's coin allows it, [B, S]. A chunk of a long draft is a block."""
+    if block.q is None or block.sampling.greedy:
+        return is_own(block)
+    assert block.has_q is not None
+    allowed = block.tested & (uniform(block.streams(Purpose.ACCEPT, fresh=True)) < block_acceptance(block))
+    length = ((block.columns + 1) * allowed).amax(dim=-1, keepdim=True)
+    return torch.where(block.has_q[:, None], block.columns < length, is_own(block))
+
+
+def block_residual_token(block: Block, column: Tensor) -> Tensor:
+    """Return a sample of norm(max(0, w p - q)) where the draft goes on after the accepted prefix, else of p, [B]."""
+    if block.q is None or block.sampling.greedy:
+        return own_token(block, column)
+    assert block.has_q is not None
+    rejected = (column < block.lengths) & block.has_q
+    p, q = pick(block.p, column), pick(block.q, column)  # [B, V]
+    residual = (pick(prefix_weights(block), column)[:, None] * p - q).clamp(min=0)
+    mass = residual.sum(dim=-1, keepdim=True)
+    weights = torch.where(rejected[:, None] & (mass > 0), residual / mass, p)
+    return race(weights, _next_stream(block, block.positions + column, rejected))
+
+
 # -- rules by name -----------------------------------------------------------------------------------------------------
 
 RULES: dict[str, AcceptanceRule | Callable[..., AcceptanceRule]] = {}
@@ -451,6 +510,7 @@ LEVIATHAN = register_rule(
     AcceptanceRule("leviathan", "sample", passes_ratio, residual_token, pick_child=pick_by_ratio, recordable=True)
 )
 COUPLED = register_rule(replace(MATCH, name="coupled", proposal="coupled"))
+BLOCK = register_rule(AcceptanceRule("block", "sample", in_accepted_block, block_residual_token, recordable=True))
 
 
 def find_rule(rule: Any) -> AcceptanceRule:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from specdec.drafters.base import Draft, RowSampling
 from specdec.models.trees import MISSING, depths_of
+from specdec.sampling.sampling import fold_int
 from specdec.stats import RoundRecord
 
 
@@ -102,6 +103,7 @@ class Row:
     parents: list[int] | None = None
     missing: set[int] = field(default_factory=set)
     rounds: int = 0  # rounds opened, the counter that makes draft noise fresh
+    round_key: int = 0  # of the open round
 
     def __post_init__(self) -> None:
         room = min(self.stops.context, len(self.prompt) + self.stops.max_new_tokens)
@@ -178,6 +180,7 @@ class Row:
         self.pending = draft
         self.strategy = draft.drafter or None
         self.begun, self.drafted, self.accepted, self.path, self.parents = self.size, 0, 0, (), None
+        self.round_key = fold_int(self.key, self.rounds)
         self.rounds += 1
 
     def note(self, verdict: RowVerdict, parents: list[int] | None, ids: Sequence[int]) -> bool:

@@ -35,7 +35,7 @@ from specdec.models.trees import MISSING, Tree, TreePass, chain_parents, depths_
 from specdec.sampling.sampling import History, Sampling
 
 # Columns of `VerifyInputs.table`; S drafted ids follow, and with trees S parents.
-STARTS, COUNTS, LAST, KEYS, POSITIONS, DONE, TOTALS, HAS_Q, LIMITS, DRAFT = range(10)
+STARTS, COUNTS, LAST, KEYS, POSITIONS, DONE, ROUNDS, TOTALS, HAS_Q, LIMITS, DRAFT = range(11)
 NO_RECORD = (False, 0, False)  # `VerifyKey.recorded` of a call that records nothing
 
 
@@ -302,7 +302,7 @@ class Verifier:
         parents = np.full((self.batch, width if plan.has_trees else 0), -1, dtype=np.int64)
         host[:, STARTS], host[:, COUNTS], host[:, LIMITS] = plan.starts, plan.counts, limit
         for b, row in plan.rows:
-            host[b, LAST:TOTALS] = row.last, row.key, row.size, row.accepted
+            host[b, LAST:TOTALS] = row.last, row.key, row.size, row.accepted, row.round_key
         late: dict[int, dict[int, Tensor]] = {DRAFT: {}, TOTALS: {}, DRAFT + width: {}}  # by column: on the device
         for b, draft in plan.drafts.items():
             host[b, TOTALS : HAS_Q + 1] = len(draft), b in plan.q
@@ -446,6 +446,7 @@ def _decide(
         all_have_q=key.all_have_q,
         tree=tree,
         done=numbers[DONE],
+        round_keys=numbers[ROUNDS],
         outside=outside,
         missing=missing,
     )
