@@ -92,11 +92,12 @@ class Admission:
 
     def _restore(self, slot: int, row: Row) -> int:
         """Copy the longest known prefix of the row's prompt into the slot and wipe the rest; returns its length."""
-        held = self._held()
+        shares = self.observed is None and len(row.tokens) >= SHORT
+        held = self._held() if shares else None  # with thousands of short rows, looking would take longer than prefill
         self.slots[slot] = None  # from here on the slot's cache is not the old row's, also after an interrupt
         self.runner.follow(self.cache, slot, row.size - 1)
         known = self.kept.restore(self.cache, slot, row.tokens) if self.kept else 0
-        if self.observed is None and len(row.tokens) >= SHORT:
+        if held is not None:
             if known > 0:  # the slot now holds what an earlier call kept instead of its last row
                 held.texts[slot] = NO_TEXT
             known = held.restore(self.cache, slot, row.tokens, self._shared_step, known)
