@@ -1,11 +1,11 @@
-"""Synthetic acceptance: drafts stand by coin flips of given rates, to exercise speed without a good draft.
+"""Synthetic acceptance: drafts are accepted by coin flips of given rates, to exercise speed without a good draft.
 
     rule = synthetic(k=5, length=3.5)                          # 3.5 tokens a round on average
-    rule = synthetic(k=3, rates=[0.9, 0.7, 0.4])               # P(the first i + 1 drafts all stand)
+    rule = synthetic(k=3, rates=[0.9, 0.7, 0.4])               # P(the first i + 1 drafts are all accepted)
     out = decoder.generate(prompts, acceptance=rule, draft_length="given")   # out.lossy is True: the text means nothing
 
 Only the times and counts of such a run mean something. Source: llama.cpp's `--spec-synth-len` and `--spec-synth-rates`,
-whose formulas these are. Drafts longer than k fall at position k + 1; trees are refused, by the rule's lack of a walk.
+whose formulas these are. Drafts longer than k are rejected at position k + 1; trees are refused: no rule walks them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def rates_of_length(k: int, length: float) -> list[float]:
 
 
 def conditional_rates(rates: Sequence[float]) -> list[float]:
-    """P(draft i stands | all before it do) from P(the first i + 1 all stand); 0 behind a rate of 0."""
+    """P(draft i is accepted | all before it are) from P(the first i + 1 all are); 0 after a rate of 0."""
     return [r / before if before > 0 else 0.0 for r, before in zip(rates, [1.0, *rates[:-1]], strict=True)]
 
 

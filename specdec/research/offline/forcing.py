@@ -1,9 +1,9 @@
 """Teacher forcing: a text as target and draft see it, a pass of each over what is written already.
 
-At every token x of the text that gives the probability w that a tested draft would have stood there, given that x was
-written, and the draft's confidence. Argmax proposals (greedy, `match`) and `coupled` draws, whose random numbers are
-the target's own and so known, stand or fall for certain: w is 1 or 0. Under `leviathan` w = min(1, q(x) / p(x)), for
-reasons that are in specdec.theory.
+At every token x of the text that gives the probability w that a tested draft would have been accepted there, given that
+x was written, and the draft's confidence. For argmax proposals (greedy, `match`) and for `coupled` samples, whose
+random numbers are the target's own and so known, w is 1 or 0. Under `leviathan` w = min(1, q(x) / p(x)), for reasons
+that are in specdec.theory.
 """
 
 from __future__ import annotations
@@ -24,13 +24,17 @@ from specdec.models.runner import Runner, Shapes
 from specdec.sampling.sampling import History, Purpose, race, streams
 from specdec.theory import coupled_joint
 
-CHUNK = 64  # tokens of a pass: bounds the memory that laws take
+CHUNK = 64  # tokens of a pass: bounds the memory that distributions take
 
 
 @dataclass(frozen=True)
 class ForcedText:
-    """A text as target and draft see it; n output tokens, float64 [n] each. weight: P(a tested draft stood | this token
-    was written); confidence: the draft's top probability at T = 1; expected: P(a tested draft stands) before x."""
+    """A text as target and draft see it; n output tokens, float64 [n] each.
+
+    weight: P(a tested draft was accepted | this token was written).
+    confidence: the draft's top probability at T = 1.
+    expected: P(a tested draft is accepted) before this token is known.
+    """
 
     prompt: np.ndarray
     output: np.ndarray
@@ -99,7 +103,7 @@ class _Reader:
         self.runner.pool.give_back(self.cache)
 
     def read(self, row: Any, output: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-        """Processed scores [c, V] and raw top probabilities [c] of the laws that `output` was written under, by
+        """Processed scores [c, V] and raw top probabilities [c] of the distributions that `output` was sampled from, by
         chunks."""
         runner, call, ids = self.runner, self.call, [*row.prompt, *output]
         if len(ids) > runner.context:
@@ -139,7 +143,7 @@ class _Reader:
 
 
 def _streams(row: Any, n: int, device: torch.device) -> Tensor:
-    """The random streams of the target's own draws in a row's n output tokens."""
+    """The random streams of the target's own samples in a row's n output tokens."""
     positions = torch.arange(len(row.prompt), len(row.prompt) + n, device=device)
     return streams(torch.full_like(positions, row.key), positions, Purpose.SAMPLE)
 
@@ -152,7 +156,7 @@ def _judge(
     p, q = (torch.softmax(scores, dim=-1) for scores in (target[0], q_scores))
     at = x[:, None]
     if rule == "leviathan":
-        # A token that rounding has put outside a cut of p was written nevertheless; no draft stands there.
+        # A token that rounding has put outside a cut of p was written nevertheless; no draft is accepted there.
         weight = (q.double().gather(-1, at) / p.double().gather(-1, at))[:, 0].nan_to_num(0.0, 0.0).clamp(0.0, 1.0)
         expected = torch.minimum(p, q).sum(dim=-1)
     elif rule == "coupled":

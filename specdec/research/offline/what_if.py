@@ -173,7 +173,7 @@ def draft_lengths(confidence: np.ndarray, k: int, p_min: float, n_min: int = 0) 
 
 def round_starts(weight: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """P(a round starts at each place of a text), float64 [n], where a round from t proposes lengths[t] tokens and each
-    stands with its weight if all before it do."""
+    is accepted with its weight if all before it are."""
     n = len(weight)
     starts = np.zeros(n + 1)
     starts[0] = 1.0

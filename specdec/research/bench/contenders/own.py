@@ -93,8 +93,8 @@ class Own(Contender):
         target's own samples."""
         mine, theirs = self.options, other.options
         passes = (mine.compile, mine.exact, mine.fuse) == (theirs.compile, theirs.exact, theirs.fuse)
-        drawn = {k: v for k, v in mine.generate.items() if k not in DRAFTING}
-        same = drawn == {k: v for k, v in theirs.generate.items() if k not in DRAFTING}
+        wanted = {k: v for k, v in mine.generate.items() if k not in DRAFTING}
+        same = wanted == {k: v for k, v in theirs.generate.items() if k not in DRAFTING}
         rule, greedy = find_rule(self.generation.acceptance), not sampled(mine.generate)
         return passes and same and (self.plain or rule.keeps_text(greedy))
 
