@@ -46,7 +46,7 @@ def _train(kind: str, file: Path, options: dict[str, Any], part: str | None, as_
 
     config = load_training(file, kind, **{name: value for name, value in options.items() if value is not None})
     parsed = None if part is None else parse_part(part)
-    with output.progress("loading", config.steps) as advance:
+    with output.progress("loading") as advance:
         log = run_training(config, kind, advance, parsed)
     result = str(config.folder / RESULT[kind])
     if as_json:

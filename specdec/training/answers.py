@@ -83,7 +83,8 @@ def write_answers(
     """Write one shard of the answers, or what is missing of it. Raises SpecdecError for a file of other answers."""
     file = config.folder / f"answers-{part[0]}-of-{part[1]}.jsonl"
     data = config.data
-    done = _begin(file, plan)
+    _begin(file, plan)
+    done = _written(plan, config)
     missing = [i for i in plan.shard(*part) if i not in done]
     with file.open("a", encoding="utf-8") as lines:
         for first in range(0, len(missing), data.batch_size):
@@ -107,22 +108,27 @@ def _outputs(plan: Plan, decoder: SpeculativeDecoder, data: TrainingData, rows: 
     return out.token_ids
 
 
-def _begin(file: Path, plan: Plan) -> set[int]:
-    """Make the file ready to be continued: its head, and without half a line at the end. Returns the rows it has."""
+def _begin(file: Path, plan: Plan) -> None:
+    """Make the file ready to be continued: with its head, and without half a line at the end."""
     file.parent.mkdir(parents=True, exist_ok=True)
     text = read_text(file, "answers") if file.exists() else ""
     whole = text[: text.rfind("\n") + 1]
     if not whole:
         file.write_text(json.dumps({"hash": plan.hash, "rows": len(plan.prompts)}) + "\n", encoding="utf-8")
-        return set()
-    if whole != text:
+    elif whole != text:
         file.write_text(whole, encoding="utf-8")
-    return {row["index"] for row in _rows(file, plan)}
+
+
+def _written(plan: Plan, config: TrainingConfig) -> dict[int, dict[str, Any]]:
+    """The rows of all shards."""
+    files = sorted(config.folder.glob("answers-*-of-*.jsonl"))
+    return {row["index"]: row for file in files for row in _rows(file, plan)}
 
 
 def _rows(file: Path, plan: Plan) -> Iterator[dict[str, Any]]:
     """The rows of a file. Raises SpecdecError for one that is of another target, other prompts or settings."""
-    head, *lines = read_text(file, "answers").splitlines()
+    text, _, _ = read_text(file, "answers").rpartition("\n")  # what follows the last line's end is half a row
+    head, *lines = text.split("\n")
     if parse_json(head, str(file)).get("hash") != plan.hash:
         raise SpecdecError(
             f"{file} holds answers of another target, other prompts or other settings of `data`; remove it, or give "
@@ -136,9 +142,7 @@ def _rows(file: Path, plan: Plan) -> Iterator[dict[str, Any]]:
 
 def read_answers(plan: Plan, config: TrainingConfig) -> tuple[list[Answer], list[Answer]] | None:
     """(to train on, held out), from all shards; None = rows are missing."""
-    found: dict[int, dict[str, Any]] = {}
-    for file in sorted(config.folder.glob("answers-*-of-*.jsonl")):
-        found |= {row["index"]: row for row in _rows(file, plan)}
+    found = _written(plan, config)
     if len(found) < len(plan.prompts):
         return None
     start = 0 if not config.data.max_new_tokens else None

@@ -7,7 +7,6 @@ give the same batches: texts are padded on the right, where no token sees the pa
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,25 +102,26 @@ class Stored:
             return file.get_tensor(f"{index}.states"), file.get_tensor(f"{index}.last")
 
 
-def store(live: Live, folder: Path, target: str, batch: int, advance: Callable[[], None]) -> None:
-    """Write the features of all texts of `live`, or the shards that are missing. target: hash of its weights.
+def store(live: Live, parent: Path, target: str, batch: int, advance: Callable[[], None]) -> Path:
+    """Write the features of all texts of `live`, or the shards that are missing, into a folder that is named by what
+    they are of; returns it. target: hash of its weights.
 
-    Raises SpecdecError where the logits are more than the output head of the last state, and for files of other texts.
+    Raises SpecdecError where the logits are more than the output head of the last state.
     """
+    folder = parent / content_hash([target, list(live.layers), [a.ids for a in live.answers]])
     folder.mkdir(parents=True, exist_ok=True)
-    mark = content_hash([target, list(live.layers), [a.ids for a in live.answers]])
     for first in range(0, len(live.answers), SHARD):
         file = folder / f"features-{first // SHARD:05}.safetensors"
         if file.exists():
-            _check_mark(file, mark)
             continue
         found: dict[str, Tensor] = {}
         for start in range(first, min(first + SHARD, len(live.answers)), batch):
             found |= _observed(live, range(start, min(start + batch, first + SHARD, len(live.answers))))
         unfinished = file.with_suffix(".tmp")
-        save_file(found, unfinished, metadata={"specdec": json.dumps({"hash": mark})})
+        save_file(found, unfinished)
         unfinished.replace(file)
         advance()
+    return folder
 
 
 def _observed(live: Live, chosen: range) -> dict[str, Tensor]:
@@ -136,16 +136,6 @@ def _observed(live: Live, chosen: range) -> dict[str, Tensor]:
         made[f"{i}.states"] = states[row, :length].cpu().contiguous()
         made[f"{i}.last"] = last[row, :length].cpu().contiguous()
     return made
-
-
-def _check_mark(file: Path, mark: str) -> None:
-    try:
-        with safe_open(file, framework="pt") as opened:
-            found = json.loads((opened.metadata() or {}).get("specdec", "{}")).get("hash")
-    except Exception as error:  # whatever a damaged file makes of it
-        raise SpecdecError(f"{file} cannot be read: {error}; remove it") from None
-    if found != mark:
-        raise SpecdecError(f"{file} holds features of another target or other texts; remove the folder")
 
 
 def _texts(answers: Sequence[Answer], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

@@ -59,7 +59,7 @@ class Loop:
         """Train to the end, or from the last checkpoint on; returns the log."""
         config, folder = self.config, self.config.folder
         done = read_checkpoint(folder, self._state(), self.mark, self.accelerator.device)
-        log = _Log(folder / LOG, done, self.accelerator.is_main_process)
+        log = _Log(folder / LOG, done, config.steps, self.accelerator.is_main_process)
         chosen = self._chosen(done)
         if not done:
             log.write(self._entry(0, None, 0.0))
@@ -126,8 +126,8 @@ class Loop:
 class _Log:
     """JSON lines, of the steps so far; what an interrupted run wrote after its checkpoint is written again."""
 
-    def __init__(self, file: Path, done: int, writes: bool):
-        self.file, self.writes = file, writes
+    def __init__(self, file: Path, done: int, steps: int, writes: bool):
+        self.file, self.steps, self.writes = file, steps, writes
         self.entries: list[dict[str, Any]] = []
         if done:
             whole = read_text(file, "log").rpartition("\n")[0].split("\n")
@@ -148,4 +148,4 @@ class _Log:
         loss = next((e["loss"] for e in reversed(self.entries) if e.get("loss") is not None), None)
         measured = [e["teacher_forced"] for e in self.entries if "teacher_forced" in e]
         rates = " ".join(f"{rate:.2f}" for rate in measured[-1]) if measured else "-"
-        return f"step {step}, loss {loss or 0.0:.3f}, accepted {rates}"
+        return f"step {step}/{self.steps}, loss {loss or 0.0:.3f}, accepted {rates}"

@@ -48,16 +48,15 @@ def run_training(config: TrainingConfig, kind: str, advance: Advance, part: tupl
         trust_remote_code=config.trust_remote_code,
     )
     target = pair.target.requires_grad_(False)
-    answers = _answers(config, target, pair.tokenizer, advance, part)
+    with accelerator.main_process_first():  # the others find them written
+        answers = _answers(config, target, pair.tokenizer, advance, part)
     if answers is None:
         return None
     task = make_task(kind, config, target, pair.tokenizer, answers[0])
     task.module.to(accelerator.device)
     weights = WeightHash(target).get()
-    train, held = (
-        _source(config, target, weights, task.layers, part, name, advance)
-        for part, name in zip(answers, ("train", "held"), strict=True)
-    )
+    with accelerator.main_process_first():
+        train, held = (_source(config, Live(target, task.layers, part), weights, advance) for part in answers)
     evaluation = Evaluation(config, task, target, pair.tokenizer, answers[1], held)
     mark = content_hash([config.plain(), kind, weights, [[a.ids for a in part] for part in answers]])
     log = Loop(config, accelerator, task, train, len(answers[0]), evaluation, mark).run(advance)
@@ -88,22 +87,14 @@ def _answers(
     if found is not None:
         return found
     decoder = SpeculativeDecoder(target, None, tokenizer, strategies=[])
-    write_answers(plan, decoder, config, part or (0, 1), lambda: advance("the target writes answers"))
+    write_answers(plan, decoder, config, part or (0, 1), lambda: advance("writing answers"))
     return None if part else read_answers(plan, config)
 
 
-def _source(
-    config: TrainingConfig,
-    target: Any,
-    weights: str,
-    layers: Sequence[int],
-    answers: Sequence[Answer],
-    name: str,
-    advance: Advance,
-) -> Source:
-    live = Live(target, layers, answers)
+def _source(config: TrainingConfig, live: Live, weights: str, advance: Advance) -> Source:
     if config.features == "live":
         return live
-    folder = config.folder / f"features-{name}"
-    store(live, folder, weights, config.batch, lambda: advance("the target's states are written"))
-    return Stored(folder, target, answers)
+    folder = store(
+        live, config.folder / "features", weights, config.batch, lambda: advance("writing the target's states")
+    )
+    return Stored(folder, live.target, live.answers)
