@@ -26,6 +26,7 @@ from specdec.drafters.costs import as_costs, costs_for
 from specdec.drafters.length import LengthController, automatic, unlimited
 from specdec.errors import SpecdecError
 from specdec.models.kv_cache import KeptRows
+from specdec.models.names import model_name
 from specdec.models.runner import Shapes
 from specdec.models.state import ModelState
 from specdec.sampling.processor_check import check_processors, knows_its_row
@@ -241,6 +242,7 @@ class Call:
             "versions": versions(),
             "devices": {role: device_name(r.device) for role, r in decoder._runners().items()},
             "dtypes": {role: str(r.dtype) for role, r in decoder._runners().items()},
+            "models": {role: model_name(r.model) for role, r in decoder._runners().items()},
             "weights": {role: h.get() for role, h in decoder._hashes.items()},
             "adapters": {role: adapters(r.model) for role, r in decoder._runners().items()},
             "dropped_state": self.changed,

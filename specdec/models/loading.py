@@ -34,6 +34,7 @@ from specdec.models.checkpoint import (
     said,
 )
 from specdec.models.kinds import is_recurrent
+from specdec.models.names import note_name
 from specdec.models.pair_report import ModelFacts, PairReport
 from specdec.models.quantised import check_activations
 from specdec.models.rope import rope_settings, rope_type, switch_position
@@ -131,6 +132,10 @@ class LoadedPair:
         config = pair_config(target, draft, options)
         plans, tokenizers, report = _plan_pair(config, translate)
         models = [plan.model() if shelf is None else plan.shared(shelf) for plan in plans]
+        for model, name, revision in zip(
+            models, (config.target, config.draft), (config.revision, config.draft_revision), strict=False
+        ):
+            note_name(model, name, revision)
         both = len(models) == 2
         return LoadedPair(
             models[0], models[1] if both else None, tokenizers[0], tokenizers[1] if both else None, report

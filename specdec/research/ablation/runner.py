@@ -28,6 +28,7 @@ from specdec.decoding.provenance import hash_ids, hash_template, versions
 from specdec.decoding.result import Generation
 from specdec.decoding.validation import check_places
 from specdec.errors import SpecdecError
+from specdec.models.names import model_name
 from specdec.research.ablation.config import AblationConfig, Cell
 from specdec.research.ablation.journal import Journal
 from specdec.research.ablation.models import Shelf, by_models
@@ -129,6 +130,11 @@ class _Loaded:
     encoded: dict[str, Ids]
     template: str | None  # hash of the chat template that the prompts went through
 
+    def names(self) -> dict[str, dict[str, str | None]]:
+        """What the models are, by role."""
+        runners = self.decoder._runners()
+        return {role: {**model_name(r.model), "weights": self.weights[role]} for role, r in runners.items()}
+
 
 @dataclass
 class _Run:
@@ -188,6 +194,10 @@ class _Run:
                 self.write([_failed(cell, p, self.plan, number, failure) for p in prompts])
             return
         self.store.check_weights(cells, loaded.weights)
+        names = {role: model_name(r.model) for role, r in loaded.decoder._runners().items()}
+        self.store.name_models(
+            cells[0].pair, {role: {**n, "weights": loaded.weights[role]} for role, n in names.items()}
+        )
         self._warm_up(loaded, cells)
         self.session.load += time.perf_counter() - started
         self.session.loaded.append(cells[0].pair)

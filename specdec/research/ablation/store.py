@@ -1,15 +1,18 @@
 """The folder of an ablation: what was asked for, on what, and which rows are done.
 
-- `run.json`: the config, its cells and prompts, versions and machine;
+- `run.json`: the config, its cells and prompts, versions and machine, and the models of each pair once it was loaded;
 - `journal-*.jsonl`: rows as they were finished, one file a process;
 - `table.parquet`, `summary.json`, `report.html`: made from these two by `merge`.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -96,15 +99,25 @@ class Store:
         except OSError as error:
             raise SpecdecError(f"cannot write {folder}: {error.strerror}") from error
         new, path, store = plan.manifest(), folder / MANIFEST, Store(folder)
-        changed = _changes(read_checked(folder), new) if path.is_file() else [MANIFEST]
+        old = read_checked(folder) if path.is_file() else {}
+        changed = _changes(old, new) if old else [MANIFEST]
         if changed and path.is_file() and not extend and store.read().rows:
             raise SpecdecError(
                 f"{folder} holds another ablation: {', '.join(changed)} changed; give another folder, or --extend "
                 "to keep the rows whose settings are still asked for"
             )
         if changed:
-            write_file(path, _text(new), "description")
+            write_file(path, _text({**new, "models": old.get("models", {})}), "description")
         return store
+
+    def name_models(self, pair: str, models: Mapping[str, Any]) -> None:
+        """Write into run.json what the models of a pair are, by role; axes of loading options give a pair several."""
+        with _locked(self.folder):  # the processes of a launch write to one file
+            known = read_manifest(self.folder)
+            named = known.get("models", {})
+            if models not in named.get(pair, []):
+                named[pair] = [*named.get(pair, []), models]
+                write_file(self.folder / MANIFEST, _text({**known, "models": named}), "description")
 
     def read(self) -> Store:
         """Read the journals."""
@@ -160,6 +173,7 @@ def read_checked(folder: Path) -> dict[str, Any]:
     made, where = read_manifest(folder), f"{folder / MANIFEST} is damaged"
     check(made, FORM, where)
     check(made.get("own_code", {}), MapOf(TEXT), f"{where}: own_code")
+    check(made.get("models", {}), MapOf([MapOf(MapOf(Maybe(TEXT)))]), f"{where}: models")
     for i, cell in enumerate(made["cells"]):
         check(cell["generation"].get("temperature", 0.0), number(0.0), f"{where}: cells[{i}].generation.temperature")
     for name in ("key", "id"):
@@ -182,6 +196,17 @@ def cell_to_dict(cell: Cell) -> dict[str, Any]:
         "generation": dict(cell.generation),
         "settings": dict(cell.settings),
     }
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keep the other processes of a launch out."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _text(manifest: Mapping[str, Any]) -> str:
