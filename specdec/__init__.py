@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from specdec.config import UNSET, GenerationSettings, PairConfig, RunConfig
     from specdec.decoder import SpeculativeDecoder
     from specdec.decoding.acceptance import AcceptanceRule, register_rule
-    from specdec.decoding.result import Generation, Round
+    from specdec.decoding.result import Generation, GenerationRow, Round
     from specdec.decoding.timing import measure_costs
     from specdec.drafters import (
         STRATEGIES,
@@ -43,17 +43,17 @@ if TYPE_CHECKING:
 
 __all__ = [
     "STRATEGIES", "UNSET", "AcceptanceRule", "CostTable", "Draft", "DraftModel", "DraftRequest", "Drafter",
-    "Eagle3", "EarlyExit", "Generation", "GenerationSettings", "LoadedPair", "LookupCache", "NgramCache", "NgramMapK",
-    "NgramMapK4V", "NgramMod", "NgramSimple", "PairConfig", "PairReport", "PromptLookup", "Round",
-    "RunConfig", "SpecdecError", "SpeculativeDecoder", "Stats", "Suffix", "SuffixStore", "TokenRecycling",
-    "fuse_projections",     "load_pair", "measure_costs", "register_rule",
+    "Eagle3", "EarlyExit", "Generation", "GenerationRow", "GenerationSettings", "LoadedPair", "LookupCache",
+    "NgramCache", "NgramMapK", "NgramMapK4V", "NgramMod", "NgramSimple", "PairConfig", "PairReport", "PromptLookup",
+    "Round", "RunConfig", "SpecdecError", "SpeculativeDecoder", "Stats", "Suffix", "SuffixStore",
+    "TokenRecycling", "fuse_projections", "load_pair", "measure_costs", "register_rule",
 ]  # fmt: skip
 
 _HOMES = {
     "config": ("UNSET", "GenerationSettings", "PairConfig", "RunConfig"),
     "decoder": ("SpeculativeDecoder",),
     "decoding.acceptance": ("AcceptanceRule", "register_rule"),
-    "decoding.result": ("Generation", "Round"),
+    "decoding.result": ("Generation", "GenerationRow", "Round"),
     "decoding.timing": ("measure_costs",),
     "drafters.costs": ("CostTable",),
     "errors": ("SpecdecError",),

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from specdec.config import UNSET, GenerationSettings, check_exact, check_switch
+from specdec.decoding import show
 from specdec.decoding.call import Call
 from specdec.decoding.prompts import TextStream, chat_rows, encode_prompts
 from specdec.decoding.provenance import WeightHash, hash_template
@@ -113,6 +114,12 @@ class SpeculativeDecoder:
         )  # fmt: skip
         decoder.report = pair.report
         return decoder
+
+    def __repr__(self) -> str:
+        return show.decoder_repr(self)
+
+    def _repr_html_(self) -> str:
+        return show.decoder_html(self)
 
     def _runners(self) -> dict[str, Runner]:
         return {role: r for role, r in (("target", self.target), ("draft", self.draft)) if r is not None}

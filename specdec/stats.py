@@ -19,6 +19,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
+from specdec.decoding import show
+
 # Drafts are hardly ever accepted where at least 100 rounds asked for one and a drafted round accepts fewer than 0.05
 # tokens. Automatic length passes a bad strategy over: of the few rounds that drafted, at least 6, fewer than 0.15.
 LEAST_ASKED, HARDLY = 100, 0.05
@@ -232,10 +234,24 @@ class Stats:
             raise AttributeError(name)
         return getattr(self.total, name)
 
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *Tally.__dataclass_fields__})  # so that Tab finds what __getattr__ has
+
+    def __repr__(self) -> str:
+        return show.stats_repr(self)
+
+    def _repr_html_(self) -> str:
+        return show.stats_html(self)
+
     @property
     def emitted_tokens(self) -> int:
         """Tokens in the result: `generated_tokens` by another name, counted from the texts."""
         return sum(self.emitted)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Emitted tokens over the seconds of the whole call, prefill included; None if no time was taken."""
+        return self.emitted_tokens / self.times.total if self.times.total > 0 else None
 
     def to_dict(self) -> dict[str, Any]:
         """Pooled totals at the top level, then `rows`, `strategies` (with upstream's counters), `mean_per_request`

@@ -1,12 +1,14 @@
-"""What a call returns: `Generation` for a whole call, `Round` for one round of one row."""
+"""What a call returns: `Generation`, its rows as `GenerationRow`, and `Round` for one round of one row."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, overload
 
+from specdec.decoding import show
 from specdec.decoding.probe import RoundDetails
-from specdec.stats import Stats
+from specdec.stats import Stats, Tally
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,29 @@ class Round:
 
 
 @dataclass(frozen=True)
+class GenerationRow:
+    """One row of a result: the entries of `Generation`'s lists that belong to it.
+
+    stats: the row's figures
+    error: what failed and where; None unless the row ended with `error`
+    """
+
+    index: int
+    text: str | None
+    token_ids: list[int]
+    finish_reason: str
+    stats: Tally
+    error: str | None = None
+    logprobs: list[float] | None = None
+    origins: list[str | None] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        return show.row_repr(self)
+
+
+@dataclass(frozen=True)
 class Generation:
-    """The result of `generate`; lists hold one entry per row.
+    """The result of `generate`; lists hold one entry per row. Iterates over its rows as `GenerationRow`s.
 
     token_ids: generated ids, an EOS that ended the row included
     texts: special tokens skipped, cut before the stop string; None without a tokenizer
@@ -80,6 +103,39 @@ class Generation:
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    def __iter__(self) -> Iterator[GenerationRow]:
+        return (self[i] for i in range(len(self)))
+
+    @overload
+    def __getitem__(self, index: int) -> GenerationRow: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[GenerationRow]: ...
+
+    def __getitem__(self, index: int | slice) -> GenerationRow | list[GenerationRow]:
+        """A row, or the rows of a slice."""
+        if isinstance(index, slice):
+            return [self._row(i) for i in range(len(self))[index]]
+        return self._row(range(len(self))[index])
+
+    def _row(self, i: int) -> GenerationRow:
+        return GenerationRow(
+            index=i,
+            text=None if self.texts is None else self.texts[i],
+            token_ids=self.token_ids[i],
+            finish_reason=self.finish_reasons[i],
+            stats=Tally.of(self.stats.rows[i]),
+            error=self.errors[i] if self.errors else None,
+            logprobs=None if self.logprobs is None else self.logprobs[i],
+            origins=self.origins[i] if self.origins else [],
+        )
+
+    def __repr__(self) -> str:
+        return show.generation_repr(self)
+
+    def _repr_html_(self) -> str:
+        return show.generation_html(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
