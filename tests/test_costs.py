@@ -156,7 +156,7 @@ def test_what_is_timed_are_the_programs_of_calls(exact: bool, monkeypatch: pytes
     """With the widths of a GPU, and a recorder in place of its graphs: calls after the measurement run everything that
     was recorded for it. Drafts of one token that catch up with more than two are made in chains of strategies only."""
     choose = Shapes.choose
-    on_gpu = staticmethod(lambda device, *shape: choose(torch.device("cuda"), *shape))
+    on_gpu = staticmethod(lambda device, *shape, **more: choose(torch.device("cuda"), *shape, **more))
     monkeypatch.setattr(Shapes, "choose", on_gpu)
     target = small_model(3, 13)
     decoder = SpeculativeDecoder(target, weaker(target, 0.05), check=False, exact=exact)

@@ -26,6 +26,8 @@ SMALL: dict[str, Any] = {
     "ngram-cache": "ngram-cache",
     "prompt-lookup": "prompt-lookup",
     "suffix": Suffix(4),
+    "recycling": "recycling:nodes=8",
+    "early-exit": "early-exit:layers=1:n_max=3",
     "draft-model": "draft-model:n_max=4",
 }
 CHAINS = {name: [part] if name == "draft-model" else [part, SMALL["draft-model"]] for name, part in SMALL.items()}
@@ -39,7 +41,7 @@ CHAINS |= {
 
 
 def pair() -> SpeculativeDecoder:
-    target = tiny_model("llama", num_hidden_layers=1)
+    target = tiny_model("llama", num_hidden_layers=2)
     with torch.no_grad():
         for p in target.parameters():
             if p.ndim == 2:
@@ -53,7 +55,8 @@ def decoder() -> SpeculativeDecoder:
 
 
 def test_every_registered_strategy_is_swept() -> None:
-    assert set(SMALL) == set(STRATEGIES)
+    """But for eagle3, which needs a head: tests/test_eagle3_strategy.py."""
+    assert set(SMALL) == set(STRATEGIES) - {"eagle3"}
 
 
 def generate(decoder: SpeculativeDecoder, order: Sequence[int], strategies: Any, **options: Any) -> Any:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from specdec.config import check_switch, check_whole
 from specdec.device.transfer import array_on, to_device
-from specdec.drafters.base import Draft, DraftContext, DraftRequest, RowDrafter, Tokens, as_array
+from specdec.drafters.base import Draft, DraftContext, Drafter, DraftRequest, Tokens, as_array
 from specdec.errors import SpecdecError
 from specdec.models.runner import PassOutput
 from specdec.models.trees import MISSING, depths_of
@@ -62,7 +62,7 @@ def template(nodes: int, width: int, depth: int) -> Template:
 
 
 @dataclass
-class TokenRecycling(RowDrafter):
+class TokenRecycling(Drafter):
     """nodes: of the tree; width: successors kept of each token; depth: most levels. Raises SpecdecError for parameters
     out of range."""
 
@@ -82,6 +82,14 @@ class TokenRecycling(RowDrafter):
             if value > most:
                 raise SpecdecError(f"recycling: {parameter}={value} is above the limit of {most}")
         check_switch("recycling: shared", self.shared)
+
+    @property
+    def runs_a_model(self) -> bool:
+        return False
+
+    @property
+    def shares_state(self) -> bool:
+        return self.shared
 
     @property
     def makes_trees(self) -> bool:
