@@ -15,7 +15,7 @@ where all rounds did but perhaps the last one of each row.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -25,6 +25,13 @@ from specdec.decoding import show
 # tokens. Automatic length passes a bad strategy over: of the few rounds that drafted, at least 6, fewer than 0.15.
 LEAST_ASKED, HARDLY = 100, 0.05
 LEAST_DRAFTED, HARDLY_OF_FEW = 6, 0.15
+
+
+# The two rates that are both called "acceptance" elsewhere, and how tables name them (docs/metrics.md).
+PER_DRAFTED, PER_TESTED = "accepted per drafted", "accepted per tested"
+RATES = {PER_DRAFTED: "draft_acceptance_rate", PER_TESTED: "conditional_acceptance_rate"}
+# Names of the release before this one, which still work: `stats.acceptance`, and beside the new keys in JSON.
+OLD_NAMES = {"acceptance": "conditional_acceptance_rate"}
 
 
 class DraftWarning(UserWarning):
@@ -119,8 +126,8 @@ class Tally:
     accepted_tokens: of a tree, those of its path.
     generated_tokens: accepted tokens and the target's own.
     acceptance_length: 1 + accepted tokens of a drafted round.
-    acceptance: accepted / tested tokens, the `a` of `specdec.theory`.
     draft_acceptance_rate: accepted / drafted tokens.
+    conditional_acceptance_rate: accepted / tested tokens, the `a` of `specdec.theory`.
     acceptance_rate_per_position[i]: share of drafted rounds that accepted at least i + 1 tokens, of trees by depth.
     conditional_acceptance_rate_per_position[i]: the same among the rounds in which token i was tested, all before it
         accepted; positions that never were have no entry.
@@ -135,8 +142,8 @@ class Tally:
     generated_tokens: int
     acceptance_length: float
     tokens_per_round: float | None
-    acceptance: float | None
     draft_acceptance_rate: float | None
+    conditional_acceptance_rate: float | None
     acceptance_rate_per_position: list[float]
     conditional_acceptance_rate_per_position: list[float]
     acceptance_histogram: list[int]
@@ -160,15 +167,25 @@ class Tally:
             generated_tokens=generated,
             acceptance_length=1 + accepted / len(drafted) if drafted else 1.0,
             tokens_per_round=generated / len(records) if records else None,
-            acceptance=accepted / sum(tested) if sum(tested) else None,
             draft_acceptance_rate=accepted / proposed if proposed else None,
+            conditional_acceptance_rate=accepted / sum(tested) if sum(tested) else None,
             acceptance_rate_per_position=[n / len(drafted) for n in reached],
             conditional_acceptance_rate_per_position=[n / t for n, t in zip(reached, tested, strict=True) if t],
             acceptance_histogram=[sum(r.accepted == n for r in drafted) for n in range(longest + 1)] if drafted else [],
         )
 
+    @property
+    def acceptance(self) -> float | None:
+        """The old name of `conditional_acceptance_rate`."""
+        return self.conditional_acceptance_rate
+
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return with_old_names(asdict(self))
+
+
+def with_old_names(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Figures by name, those that had another name under that one as well."""
+    return {**entry, **{old: entry[new] for old, new in OLD_NAMES.items() if new in entry}}
 
 
 @dataclass
@@ -230,7 +247,7 @@ class Stats:
 
     def __getattr__(self, name: str) -> Any:
         """Pooled figures as attributes: `out.stats.tokens_per_round`."""
-        if name.startswith("_") or name not in Tally.__dataclass_fields__:
+        if name not in Tally.__dataclass_fields__ and name not in OLD_NAMES:
             raise AttributeError(name)
         return getattr(self.total, name)
 

@@ -41,7 +41,7 @@ def test_show_prints_text_with_rejected_drafts_in_it(recorded: Path) -> None:
     assert done.output.count("[-") == len(rejected) > 0
     first = trace.text_of(rejected[0].draft[rejected[0].accepted]).replace("\n", "⏎")
     assert f"[-{first}" in done.output
-    assert "accepted / tested" in done.output
+    assert "accepted per tested" in done.output
 
 
 def test_show_filters_by_row_and_strategy(recorded: Path) -> None:

@@ -110,7 +110,7 @@ def test_warnings_come_once_until_acceptance_has_risen_again() -> None:
 def test_without_a_function_it_warns_as_python_does() -> None:
     decoder = pair(tiny_model("llama", 77))
     monitor = Monitor(window=8)
-    with pytest.warns(DivergenceWarning, match="draft-model: acceptance 0"):
+    with pytest.warns(DivergenceWarning, match="draft-model: accepted per tested 0"):
         record(decoder, PROMPTS, 16, watch=monitor, draft_length="given")
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -44,7 +44,7 @@ def test_of_a_tree_one_token_a_level_is_tested() -> None:
     found = [(Tally.of([r]).tested_tokens, Tally.of([r]).accepted_tokens) for r in (whole, rejected, exhausted, chain)]
     assert found == [(3, 3), (2, 1), (2, 2), (1, 0)]
     pooled = Tally.of([whole, rejected, exhausted, chain])
-    assert pooled.acceptance == 6 / 8
+    assert pooled.conditional_acceptance_rate == pooled.acceptance == 6 / 8
     assert Stats(rows=[[whole], [rejected]]).acceptance == 4 / 5
 
 
@@ -139,7 +139,7 @@ def test_a_real_call_has_every_figure_by_its_name() -> None:
     )
     figures = {
         "rounds", "drafted_rounds", "draft_tokens", "tested_tokens", "accepted_tokens", "generated_tokens",
-        "emitted_tokens", "acceptance",
+        "emitted_tokens", "conditional_acceptance_rate", "acceptance",
         "acceptance_length", "tokens_per_round", "draft_acceptance_rate", "acceptance_rate_per_position",
         "conditional_acceptance_rate_per_position", "acceptance_histogram",
     }  # fmt: skip

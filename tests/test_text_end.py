@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -166,7 +165,7 @@ def test_ablations_benchmarks_and_plots_count_to_the_stop() -> None:
     row = figures(first)
     assert (row["generated_tokens"], row["emitted_tokens"], row["tested_tokens"], row["accepted_tokens"]) == (5,) * 4
     assert round_contexts(first) == [(9, 5, 5)]
-    counted = _figures(out, SimpleNamespace(count=0, prefill_seconds=0.0))
+    counted = _figures(out)
     assert counted["generated_tokens"] == counted["emitted_tokens"] == sum(map(len, out.token_ids))
     assert sum(counted["tested"]) == sum(counted["accepted"]) == sum(counted["drafted"]) == counted["accepted_tokens"]
 

@@ -14,6 +14,7 @@ from specdec.config import load_yaml
 from specdec.errors import SpecdecError
 from specdec.research.bench import report
 from specdec.research.bench.config import BenchConfig
+from specdec.stats import PER_TESTED
 
 
 def bench_config(
@@ -63,7 +64,7 @@ def print_bench(console: Console, result: Mapping[str, Any]) -> None:
         names = {contender for contender, _ in report.ran(result, name)}
         speeds = report.speeds(result, name)
         shown.append(speeds._replace(rows=[row for row in speeds.rows if row[0] in names]))
-        theory = report.theory(result, name).without("plain pass ms", "verify ms", "draft ms", "acceptance")
+        theory = report.theory(result, name).without("plain pass ms", "verify ms", "draft ms", PER_TESTED)
         shown += [report.phases(result, name), theory]
     shown.append(report.passes(result))
     shown += [table for profile in result["profile"].items() for table in report.rounds_of(*profile)]

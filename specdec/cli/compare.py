@@ -20,6 +20,7 @@ from specdec.research.ablation.compare import compare as run_compare
 from specdec.research.ablation.compare import compare_config
 from specdec.research.ablation.merge import check_packages
 from specdec.research.bench.tables import Table, interval
+from specdec.stats import PER_TESTED, RATES
 
 FAILED = 1
 POSITIONS = 6
@@ -71,13 +72,13 @@ def compare(
 
 
 def _print(console: Console, result: Mapping[str, Any]) -> None:
-    heads = ("candidate", "speed-up", "predicted", "tokens/round", "acceptance", "cost c", "best length")
+    heads = ("candidate", "speed-up", "predicted", "tokens/round", *RATES, "cost c", "best length")
     title = "fastest first; speed-up over plain decoding without prefill, 95 % intervals over prompts"
     rows = []
     for entry in result["candidates"]:
         best = entry["best_length"]
         speeds = [interval(entry["decode_speedup"]), output.number(entry["predicted_speedup"])]
-        rates = [interval(entry["tokens_per_round"]), interval(entry["acceptance"])]
+        rates = [interval(entry[name]) for name in ("tokens_per_round", *RATES.values())]
         advice = "-" if best is None else str(best) if best else "off"
         rows.append([entry["name"], *speeds, *rates, output.number(entry["cost_ratio"], 3), advice])
     console.print(output.rendered(Table(title, heads, rows), whole_names=False))
@@ -92,13 +93,13 @@ def _print(console: Console, result: Mapping[str, Any]) -> None:
 
 
 def _print_acceptance(console: Console, candidates: list[Mapping[str, Any]]) -> None:
-    depth = min(POSITIONS, max((len(c["acceptance_by_position"]) for c in candidates), default=0))
-    categories = list(dict.fromkeys(name for c in candidates for name in c["acceptance_by_category"]))
+    depth = min(POSITIONS, max((len(c["conditional_acceptance_rate_per_position"]) for c in candidates), default=0))
+    categories = list(dict.fromkeys(name for c in candidates for name in c["conditional_acceptance_rate_per_category"]))
     rows = []
     for c in candidates:
-        positions = [*c["acceptance_by_position"], *([None] * depth)][:depth]
-        values = [*positions, *(c["acceptance_by_category"].get(name) for name in categories)]
+        positions = [*c["conditional_acceptance_rate_per_position"], *([None] * depth)][:depth]
+        values = [*positions, *(c["conditional_acceptance_rate_per_category"].get(name) for name in categories)]
         rows.append([c["name"], *(output.number(v) for v in values)])
     heads = ("candidate", *(str(i + 1) for i in range(depth)), *map(escape, categories))
-    title = "acceptance of a tested token, by position and by category"
+    title = f"{PER_TESTED}, by position and by category"
     console.print(output.rendered(Table(title, heads, rows), whole_names=False))

@@ -18,6 +18,7 @@ from specdec.errors import SpecdecError
 from specdec.files.texts import parse_json
 from specdec.models.loading import load_tokenizer
 from specdec.research.offline.lookup import chunk_count, lookup_stats
+from specdec.stats import PER_DRAFTED
 
 STATIC_SIZE = 2  # n-grams of upstream's static files, the only ones it looks up there
 
@@ -95,7 +96,7 @@ def stats(
     shown = {
         "tokens": f"{result['tokens']:,} in {result['chunks']:,} chunks of {n_ctx:,}",
         **{name: result[name] for name in names},
-        "accepted": "-" if rate is None else f"{rate:.2%}",
+        PER_DRAFTED: "-" if rate is None else f"{rate:.2%}",
         "tokens per round": output.number(result["tokens_per_round"]),
         "drafting": f"{result['draft_seconds'] / result['rounds'] * 1e6:.1f} microseconds a round",
     }

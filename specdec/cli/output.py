@@ -20,6 +20,7 @@ from transformers.utils import logging as transformers_logging
 
 from specdec.research.bench import tables
 from specdec.research.bench.tables import figure as number
+from specdec.stats import RATES
 
 COLOURS = ("green", "cyan", "magenta", "yellow", "blue", "red")
 WIDTH = 120  # of tables where the output is not a terminal
@@ -139,10 +140,10 @@ def legend(palette: Mapping[str, str]) -> Text:
 
 def strategy_table(stats: Mapping[str, Any]) -> Table:
     """Acceptance by strategy, from `Stats.to_dict()`."""
-    made = table("strategy", "drafts", "tokens drafted", "accepted", "rate", "length", "draft ms", title="By strategy")
+    made = table("strategy", "drafts", "drafted", "accepted", *RATES, "length", "draft ms", title="By strategy")
     for name, entry in stats["strategies"].items():
         counts = [str(entry[key]) for key in ("drafted_rounds", "draft_tokens", "accepted_tokens")]
-        rates = [number(entry[key]) for key in ("draft_acceptance_rate", "acceptance_length")]
+        rates = [number(entry[key]) for key in (*RATES.values(), "acceptance_length")]
         made.add_row(name, *counts, *rates, f"{entry['t_draft'] * 1e3:.0f}")
     return made
 

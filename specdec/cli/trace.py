@@ -23,6 +23,7 @@ from specdec.research.traces.analysis import analyse
 from specdec.research.traces.monitor import Monitor
 from specdec.research.traces.rounds import Piece, pieces_of
 from specdec.research.traces.trace import Trace, record
+from specdec.stats import PER_DRAFTED, PER_TESTED
 
 app = typer.Typer(
     help="Record every round of a run, and show it.", context_settings={"help_option_names": ["-h", "--help"]}
@@ -150,9 +151,9 @@ def _round_table(trace: Trace, rounds: Sequence[Round]) -> Any:
 
 
 def _analysis_table(trace: Trace, rows: list[int] | None, strategies: list[str] | None) -> Any:
-    heads = ("strategy", "position", "tested", "accepted / tested", "expected", "accepted / drafted")
+    heads = ("strategy", "position", "tested", PER_TESTED, "expected", PER_DRAFTED)
     made = output.table(*heads, title="Acceptance")
     for entry in analyse(trace, ("strategy", "position"), rows, strategies):
-        rates = (entry.conditional, entry.expected, entry.unconditional)
+        rates = (entry.conditional_acceptance_rate, entry.expected, entry.draft_acceptance_rate)
         made.add_row(*map(str, (*entry.key, entry.tested)), *(output.number(rate, 3) for rate in rates))
     return made

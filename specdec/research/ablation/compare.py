@@ -25,6 +25,7 @@ from specdec.research.ablation.store import Store, read_checked
 from specdec.research.ablation.summary import by_setting, setting_figures, theoretical_speedup
 from specdec.research.ablation.table import Row, table_of
 from specdec.research.offline.forcing import read_pair
+from specdec.stats import PER_TESTED
 
 ALONE = "no draft"  # the pair of strategies that need no draft model
 EXAMINED = 16  # prompts of the teacher-forced passes
@@ -100,15 +101,18 @@ def candidate(group: Sequence[Row], rows: Sequence[Row], facts: Mapping[str, Any
     costs, alone = figures.get("costs"), head["pair"] == ALONE
     depth = max((len(r["tested"]) for r in group), default=0)
     counts = [[sum(_at(r[name], i) for r in group) for name in ("reached", "tested")] for i in range(depth)]
+    by_position = [a / t if t else None for a, t in counts]
     categories = dict.fromkeys(r["category"] for r in group)
+    by_category = {c: _pooled([r for r in group if r["category"] == c]) for c in categories}
     # What a strategy without a model drafts is decided by the text: it has no length to choose.
     best, gain = best_length(None if alone else costs)
     made = {
         "name": head["strategies"] if alone else head["pair"],
         "pair": head["pair"],
         **figures,
-        "acceptance_by_position": [a / t if t else None for a, t in counts],
-        "acceptance_by_category": {c: _pooled([r for r in group if r["category"] == c]) for c in categories},
+        "conditional_acceptance_rate_per_position": by_position,
+        "conditional_acceptance_rate_per_category": by_category,
+        **{"acceptance_by_position": by_position, "acceptance_by_category": by_category},  # the old names
         "cost_ratio": costs["draft_cost"] if costs else None,
         "best_length": best,
         "best_length_speedup": gain,
@@ -254,7 +258,7 @@ def _cost_reasons(made: Mapping[str, Any], costs: Mapping[str, float]) -> Iterat
         return
     length, best = round(costs["length"] / costs["drafted_share"]), made["best_length"]
     if best == 0:
-        yield f"cost: at acceptance {costs['acceptance']:.2f} and cost ratio {costs['draft_cost']:.2f} no length pays"
+        yield f"cost: at {PER_TESTED} {costs['acceptance']:.2f} and cost ratio {costs['draft_cost']:.2f} no length pays"
     elif best and length and best != length:
         gain = made["best_length_speedup"]
         yield f"length: theory advises {best} drafted tokens, for a speed-up of {gain:.2f}"

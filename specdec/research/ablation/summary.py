@@ -14,13 +14,15 @@ from typing import Any
 from specdec import theory
 from specdec.research.ablation.table import Row
 from specdec.research.bootstrap import Interval, difference, ratio, ratio_of_ratios, sign_flip_test
+from specdec.stats import with_old_names
 
 FIGURES = {
     "tokens_per_round": ("generated_tokens", "rounds"),
-    "acceptance": ("accepted_tokens", "tested_tokens"),
     "draft_acceptance_rate": ("accepted_tokens", "draft_tokens"),
+    "conditional_acceptance_rate": ("accepted_tokens", "tested_tokens"),
     "tokens_per_second": ("emitted_tokens", "seconds"),
 }
+COMPARED = ("tokens_per_round", "conditional_acceptance_rate", "tokens_per_second")  # of two settings
 Clusters = dict[Any, Row]
 SUMMED = (
     "generated_tokens", "rounds", "accepted_tokens", "tested_tokens", "draft_tokens", "drafted_rounds",
@@ -82,9 +84,9 @@ def _ratios(sound: Sequence[Row]) -> dict[str, Any]:
     """The FIGURES of some rows with their intervals, None without rows."""
     clusters = list(clustered(sound).values())
     if not clusters:
-        return dict.fromkeys(FIGURES)
+        return with_old_names(dict.fromkeys(FIGURES))
     columns = {name: [c[name] for c in clusters] for name in SUMMED}
-    return {name: ratio(columns[x], columns[y]).to_dict() for name, (x, y) in FIGURES.items()}
+    return with_old_names({name: ratio(columns[x], columns[y]).to_dict() for name, (x, y) in FIGURES.items()})
 
 
 def _against_plain(sound: Sequence[Row], rows: Sequence[Row]) -> dict[str, Any]:
@@ -140,7 +142,7 @@ def paired(a: Sequence[Row], b: Sequence[Row]) -> tuple[list[Row], list[Row]]:
 def measured_costs(mine: Sequence[Row], plain: Sequence[Row]) -> dict[str, float] | None:
     """What theory asks for, measured; None without rounds of both.
 
-    acceptance: of a tested token.
+    acceptance: accepted / tested tokens, the `a` of specdec.theory.
     length: mean drafted tokens of a round.
     drafted_share: share of the rounds that have a draft.
     draft_cost c: of a drafted token, in plain passes.
@@ -198,13 +200,13 @@ def compare_settings(name: str, a: Sequence[Row], other: str, b: Sequence[Row]) 
     corrected for the number of comparisons."""
     mine, theirs = paired(*([r for r in side if r["status"] == "ok"] for side in (a, b)))
     made: dict[str, Any] = {"setting": name, "against": other, "clusters": len(mine)}
-    for figure in ("tokens_per_round", "acceptance", "tokens_per_second"):
+    for figure in COMPARED:
         top, bottom = FIGURES[figure]
         x, y, z, w = ([c[n] for c in side] for side in (mine, theirs) for n in (top, bottom))
         found = difference((x, y), (z, w)) if mine else Interval(None)
         each = [a / b - c / d for a, b, c, d in zip(x, y, z, w, strict=True) if b and d]
         made[figure] = {**found.to_dict(), "p": sign_flip_test(each)}
-    return made
+    return with_old_names(made)
 
 
 def _categories(group: Sequence[Row]) -> dict[str, Any]:

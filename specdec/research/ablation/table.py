@@ -126,7 +126,8 @@ def _flat(entry: Mapping[str, Any], cell: Mapping[str, Any], prompt: Mapping[str
 def figures(entry: Mapping[str, Any]) -> Row:
     """Acceptance figures of a row from its rounds.
 
-    reached[i], tested[i]: rounds that accepted, and tested, draft i; their sums over rows give every acceptance rate.
+    drafted[i], tested[i], reached[i]: rounds whose draft had a token (of a tree, a level) i, that tested it, and that
+        accepted it; their sums over rows give every acceptance rate.
     """
     records = [RoundRecord(*record) for record in entry.get("records") or ()]
     tally = Tally.of(records)
@@ -138,6 +139,9 @@ def figures(entry: Mapping[str, Any]) -> Row:
         "tested_tokens": sum(tested),
         "tokens_per_round": tally.tokens_per_round,
         "acceptance_length": tally.acceptance_length,
+        "draft_acceptance_rate": tally.draft_acceptance_rate,
+        "conditional_acceptance_rate": tally.conditional_acceptance_rate,
+        "drafted": [sum(r.depth > i for r in records) for i in range(depth)],
         "reached": [sum(r.accepted > i for r in records) for i in range(depth)],
         "tested": tested,
         "acceptance_histogram": tally.acceptance_histogram,

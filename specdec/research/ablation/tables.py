@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from specdec.research.ablation.summary import COMPARED
 from specdec.research.bench.tables import Table, figure, interval
+from specdec.stats import RATES
 
-COMPARED = ("tokens_per_round", "acceptance", "tokens_per_second")
+_IN_WORDS = {name: words for words, name in RATES.items()}
 
 
 def settings_table(summary: Mapping[str, Any]) -> Table:
     """Figures of every setting."""
     title = "pooled figures with 95 % intervals over prompts; speed-up paired with plain decoding, prefill included"
-    heads = ["setting", "tokens/round", "acceptance", "tokens/s", "speed-up", "without prefill", "predicted", "p"]
+    heads = ["setting", "tokens/round", *RATES, "tokens/s", "speed-up", "without prefill", "predicted", "p"]
     rows = []
     for name, entry in summary["settings"].items():
-        figures = [interval(entry["tokens_per_round"]), interval(entry["acceptance"]) if entry["drafts"] else "-"]
+        figures = [interval(entry["tokens_per_round"])]
+        figures += [interval(entry[rate]) if entry["drafts"] else "-" for rate in RATES.values()]
         figures += [interval(entry["tokens_per_second"], 1), interval(entry.get("speedup"))]
         figures += [interval(entry.get("decode_speedup")), figure(entry.get("predicted_speedup"))]
         same = "-" if not entry["compared"] else f"{entry['compared'] - entry['differing']}/{entry['compared']}"
@@ -28,7 +31,7 @@ def comparison_table(summary: Mapping[str, Any]) -> Table:
     """Paired differences of the settings that draft."""
     heads = ["setting", "against"]
     for name in COMPARED:
-        heads += [f"{name.replace('_', ' ')}: difference", "p"]
+        heads += [f"{_IN_WORDS.get(name) or name.replace('_', ' ')}: difference", "p"]
     rows = []
     for entry in summary["comparisons"]:
         cells = [entry["setting"], entry["against"]]

@@ -77,8 +77,12 @@ def summary(runs: Runs) -> dict[str, Any]:
     made["tokens_per_round"] = total(runs, "generated_tokens") / max(1, total(runs, "rounds"))
     made["draft_length"] = total(runs, "draft_tokens") / drafted if drafted else 0.0
     made["acceptance_length"] = 1 + total(runs, "accepted_tokens") / drafted if drafted else 1.0
+    proposed = total(runs, "draft_tokens")
+    made["draft_acceptance_rate"] = total(runs, "accepted_tokens") / proposed if proposed else None
     if all("time" in r for r in runs):
-        made |= {DECODE: speed(runs, decode).to_dict(), "acceptance": acceptance(runs), "ms_per_round": ms(runs)}
+        found = acceptance(runs)
+        made["conditional_acceptance_rate"] = found["tested"]
+        made |= {DECODE: speed(runs, decode).to_dict(), "acceptance": found, "ms_per_round": ms(runs)}
         made["ms_per_round_total"] = sum(made["ms_per_round"].values())
         made["host_reads_per_round"] = total(runs, "host_reads") / max(1, total(runs, "verify_passes"))
     return made
@@ -90,7 +94,7 @@ def total(runs: Runs, name: str) -> float:
 
 
 def acceptance(runs: Runs) -> dict[str, Any]:
-    """Of a tested token, pooled; and by position: of tested tokens, and of drafts that were so long."""
+    """Accepted per tested token, pooled and by position; `survival`: accepted per drafted token, by position."""
     names = ("accepted", "tested", "drafted")
     accepted, tested, drafted = (_positions(runs, name) for name in names)
     return {

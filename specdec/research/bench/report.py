@@ -7,6 +7,7 @@ from typing import Any
 
 from specdec.research.bench import tables
 from specdec.research.bench.tables import Table, figure, interval
+from specdec.stats import PER_TESTED
 
 NOT_MEASURED = "Not measured yet."
 LISTED = 5  # kernels of a part of a round
@@ -75,7 +76,7 @@ def ran(result: Mapping[str, Any], scenario: str) -> Iterator[tuple[str, Mapping
 def speeds(result: Mapping[str, Any], scenario: str) -> Table:
     """Speed, its ratio to the reference's, counts and equality of every contender; or why it has none."""
     reference = result["config"]["reference"]
-    heads = [scenario, "tokens/s", f": {reference}", "tokens per round", "acceptance", "ms a round", "same rows", "GiB"]
+    heads = [scenario, "tokens/s", f": {reference}", "tokens per round", PER_TESTED, "ms a round", "same rows", "GiB"]
     rows = []
     for contender, entry in result["scenarios"][scenario]["contenders"].items():
         if reason := entry.get("skipped") or entry.get("error"):
@@ -112,7 +113,7 @@ def phases(result: Mapping[str, Any], scenario: str) -> Table:
 
 def theory(result: Mapping[str, Any], scenario: str) -> Table:
     """What theory predicts from the passes' costs, and what was measured."""
-    heads = [f"{scenario}: theory", "plain pass ms", "verify ms", "draft ms", "c", "v", "k", "acceptance"]
+    heads = [f"{scenario}: theory", "plain pass ms", "verify ms", "draft ms", "c", "v", "k", PER_TESTED]
     heads += ["predicted", "measured", "measured : predicted", "outside both models"]
     rows = []
     for contender, entry in ran(result, scenario):
@@ -168,7 +169,7 @@ def targets(result: Mapping[str, Any]) -> Table:
     for name, t in result.get("targets", {}).items():
         wanted = f"at least {t['at_least']:g}" if t["at_least"] is not None else f"at most {t['at_most']:g}"
         said = interval({"value": t["figure"], "low": t.get("low"), "high": t.get("high")})
-        at = f"c {t['c']:.3f}, acceptance {figure(t['acceptance'])}" if "c" in t else "-"
+        at = f"c {t['c']:.3f}, {PER_TESTED} {figure(t['acceptance'])}" if "c" in t else "-"
         met = "yes" if t["met"] else "no" if t["met"] is False else f"not known: {t['reason']}"
         rows.append([name, wanted, said, at, met])
     return Table("targets", ("target", "wanted", "measured", "at", "met"), rows)

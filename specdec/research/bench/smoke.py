@@ -181,7 +181,14 @@ def advice(plain: Rows, drafted: Rows, k_max: int = 16) -> dict[str, float | int
     a = figures.acceptance(drafted)["tested"] or 0.0
     c, v = ms["draft"] / max(1e-9, length) / per_pass, max(0.0, ms["verify"] / per_pass - 1)
     best = Costs(c, lambda k: v * k / length).best_k(a, k_max) if length else 0
-    return {"acceptance": a, "draft_cost": c, "width_cost": v, "mean_draft_length": length, "best_draft_length": best}
+    return {
+        "conditional_acceptance_rate": a,
+        "acceptance": a,
+        "draft_cost": c,
+        "width_cost": v,
+        "mean_draft_length": length,
+        "best_draft_length": best,
+    }
 
 
 def median(values: Sequence[float]) -> dict[str, float]:

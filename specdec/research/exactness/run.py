@@ -232,7 +232,7 @@ class Comparison:
             "verify_passes": stats.verify_passes,
             "ms_per_pass": 1e3 * stats.times.verify / max(1, stats.verify_passes),
             "tokens_per_round": total.tokens_per_round,
-            "acceptance": total.acceptance,
+            "acceptance": total.conditional_acceptance_rate,
             "failed_rows": out.finish_reasons.count("error"),
         }
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from specdec.research.bench.tables import Table, figure
+from specdec.stats import PER_TESTED
 
 Entry = Mapping[str, Any]
 _SETTING = ("dtype", "batch", "prompts", "rule")
@@ -99,7 +100,7 @@ def _measured(groups: Sequence[Entry]) -> list[Entry]:
 def table(results: Sequence[Entry]) -> Table:
     """The runs of some documents."""
     heads = ["dtype x slots", "chain", "identical rows", "differing rows", "tok/s", "speed : fastest plain"]
-    heads += ["tokens per round", "acceptance", "cost of exact"]
+    heads += ["tokens per round", PER_TESTED, "cost of exact"]
     title = "rows identical to plain decoding; cost of exact: extra time of an exact plain pass"
     return Table(title, heads, [_cells(row) for result in results for row in rows(result)])
 

@@ -1,7 +1,8 @@
 """Acceptance analysis: how often the drafted tokens of a trace were accepted, and how often they should have been.
 
-There are two definitions. *Conditional*: accepted / tested, where a token after a rejected one is not tested; this is
-the `a` of specdec.theory. *Unconditional*: accepted / drafted, which also falls with the draft's length.
+There are two rates (docs/metrics.md). `conditional_acceptance_rate`: accepted / tested, where a token after a rejected
+one is not tested; this is the `a` of specdec.theory. `draft_acceptance_rate`: accepted / drafted, which also falls with
+the draft's length.
 
 *Expected* is the probability, given everything before, that a token proposed there is accepted: 1 - TV(p, q) under
 `leviathan`, the overlap of the coupled samples under `coupled`, p of the token where a draft has no q, and 0 or 1 in
@@ -143,7 +144,7 @@ class Group:
     key: one value per dimension.
     expected: mean over the tested tokens whose expectation is known.
     tv: mean TV(p, q) over all drafted tokens where it is known.
-    low, high: 95 % interval of `conditional`, from resampled rows (None with one row).
+    low, high: 95 % interval of `conditional_acceptance_rate`, from resampled rows (None with one row).
     z: see the module.
     """
 
@@ -151,17 +152,27 @@ class Group:
     drafted: int
     tested: int
     accepted: int
-    conditional: float | None
-    unconditional: float | None
+    conditional_acceptance_rate: float | None
+    draft_acceptance_rate: float | None
     expected: float | None
     tv: float | None
     low: float | None
     high: float | None
     z: float | None
 
+    @property
+    def conditional(self) -> float | None:
+        """The old name of `conditional_acceptance_rate`."""
+        return self.conditional_acceptance_rate
+
+    @property
+    def unconditional(self) -> float | None:
+        """The old name of `draft_acceptance_rate`."""
+        return self.draft_acceptance_rate
+
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return asdict(self)
+        """Plain data for JSON, the rates by their old names as well."""
+        return {**asdict(self), "conditional": self.conditional, "unconditional": self.unconditional}
 
 
 def analyse(
@@ -209,8 +220,8 @@ def _group(key: tuple[Any, ...], tokens: Sequence[DraftedToken], seed: int) -> G
         len(tokens),
         len(tested),
         accepted,
-        conditional=accepted / len(tested) if tested else None,
-        unconditional=accepted / len(tokens) if tokens else None,
+        conditional_acceptance_rate=accepted / len(tested) if tested else None,
+        draft_acceptance_rate=accepted / len(tokens) if tokens else None,
         expected=float(expected.mean()) if known else None,
         tv=float(np.mean(distances)) if distances else None,
         low=found.low,
@@ -231,18 +242,29 @@ class Position:
     """Acceptance at one draft position (from 1), as `Stats` defines it.
 
     tested, reached: rounds that tested it, and that accepted it.
-    conditional, unconditional: reached / tested, and reached / drafted rounds.
+    conditional_acceptance_rate: reached / tested.
+    acceptance_rate: reached / drafted rounds, those included whose draft was shorter.
     """
 
     position: int
     tested: int
     reached: int
-    conditional: float
-    unconditional: float
+    conditional_acceptance_rate: float
+    acceptance_rate: float
+
+    @property
+    def conditional(self) -> float:
+        """The old name of `conditional_acceptance_rate`."""
+        return self.conditional_acceptance_rate
+
+    @property
+    def unconditional(self) -> float:
+        """The old name of `acceptance_rate`."""
+        return self.acceptance_rate
 
 
 def by_position(trace: Trace, strategies: Iterable[str] | None = None) -> list[Position]:
-    """Conditional and unconditional acceptance by draft position; positions that no round tested have no entry."""
+    """Acceptance by draft position; positions that no round tested have no entry."""
     tokens = drafted_tokens(trace, strategies=strategies)
     chosen = {id(r) for r in trace.select(strategies=strategies)}
     begun = zip(trace.rounds, trace.drafted_before(), strict=True)

@@ -24,6 +24,7 @@ from typing import Any
 from specdec.config import check_number, check_whole
 from specdec.decoding.result import Round
 from specdec.research.traces.rounds import Node, nodes
+from specdec.stats import PER_TESTED
 
 MODEL_STRATEGIES = ("draft-model", "eagle3", "early-exit", "mtp", "dflash")
 DISAGREE = 0.3  # a draft whose best token is the target's less often than this is no relative of it
@@ -60,7 +61,7 @@ class Divergence:
     def __str__(self) -> str:
         fits = "; ".join(f"{c.name}: {c.evidence}" for c in self.causes)
         return (
-            f"{self.strategy}: acceptance {self.acceptance:.2f} over the last {self.window} tested tokens "
+            f"{self.strategy}: {PER_TESTED} {self.acceptance:.2f} over the last {self.window} tested tokens "
             f"(row {self.row}, position {self.position}); what fits: {fits}"
         )
 
@@ -157,7 +158,9 @@ class Monitor:
         if draft is not None and entry.position >= draft.context:
             return [Cause("context", f"position {entry.position} is past the draft's context of {draft.context}")]
         if window.first is not None and window.first >= self.threshold and _fell(window.first, window):
-            before = f"acceptance was {window.first:.2f} at first and fell as the text grew to {entry.position} tokens"
+            before = (
+                f"{PER_TESTED} was {window.first:.2f} at first and fell as the text grew to {entry.position} tokens"
+            )
             return [Cause("context", before)]
         return []
 
