@@ -2,7 +2,9 @@
 
 Algorithm 1 of Leviathan et al. (2023) with the engine's own random numbers: the engine must equal it token for token
 (tests/test_reference.py). p is the target's distribution, q the draft's, V the vocabulary, n the tokens known so far.
-To change the algorithm, change it here first, then in decoding/engine.py, whose loop has the same five steps.
+It has the rules leviathan, match and coupled. To change the algorithm, change it here first, then in
+decoding/acceptance.py (steps 3 and 4) or decoding/engine.py (the loop). `race` samples: the token whose exponential
+noise divided by its weight is smallest, so equal noise makes equal tokens likely.
 """
 
 from collections.abc import Collection, Sequence
@@ -34,7 +36,7 @@ def generate(
             x.append(int(q[i].argmax()) if rule == "match" else sample(q[i], stream(noise[0], n + i, noise[1])))
 
         # 2 verify: all p in one pass of the target
-        p = distributions(target, ids + x, sampling)[n - 1 :]  # [k + 1, V]
+        p = distributions(target, ids + x, sampling)[n - 1 :]  # [len(x) + 1, V]
 
         # 3 accept: while coin * q < p, or, by the other rules, while the target's own sample is the drafted token
         own = [sample(p[i], stream(key, n + i, Purpose.SAMPLE)) for i in range(len(p))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,6 +21,8 @@ from specdec.drafters import DraftRequest, make_drafters
 from specdec.errors import SpecdecError
 from specdec.files import own_code
 from specdec.research.ablation import build_table, load_ablation, run_ablation, summarise
+from tests.helpers.tiny import tiny_model
+from tests.oracle import oracle_greedy
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "own_drafter.yaml"
 PROMPT = "for name in sorted(names):\n    print(name)\nfor value in sorted("
@@ -217,3 +220,15 @@ def test_a_changed_file_is_a_changed_ablation(folder: Path) -> None:
     (folder / "echoing.py").write_text(DRAFTER + "\n# changed\n")
     with pytest.raises(SpecdecError, match="the file of echoing:Echo changed"):
         run_ablation(load_ablation(folder / "grid.yaml"), folder / "out")
+
+
+def test_the_example_of_the_architecture_page_decodes() -> None:
+    page = (CONFIG.parents[1] / "docs" / "architecture.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    scope: dict[str, Any] = {}
+    exec(compile(code.replace("(4, 12)", "(0, 2)"), "architecture.md", "exec"), scope)
+    model = tiny_model("llama")
+    decoder = specdec.SpeculativeDecoder(model, check=False)
+    out = decoder.generate([[1, 2, 3], [4, 5]], 8, strategies=[scope["TwoLayers"]()])
+    assert out.token_ids == [oracle_greedy(model, prompt, 8) for prompt in ([1, 2, 3], [4, 5])]
+    assert out.stats.draft_tokens > 0

@@ -1,4 +1,4 @@
-"""The loop of a call, in five steps: draft, verify, accept, one host read, commit and trim. One loop for 1 and N rows.
+"""The loop of a call: draft, verify, accept, one more token, commit and trim. One loop for 1 and N rows.
 
 It is `specdec/reference.py`, batched, cached and fast. A pass over the B slots of the batch:
 
@@ -6,9 +6,10 @@ It is `specdec/reference.py`, batched, cached and fast. A pass over the B slots 
                pays, and tell the drafters (decoding/admission.py)
     1 draft    rows without an open draft ask the chain of strategies; every row then has a draft, perhaps an empty one
     2 verify   the target sees [newest token, draft ...] of every row in one pass,
-    3 accept   and the acceptance rule decides on the device how many drafted tokens are accepted, and which token
-               follows (decoding/verification.py); pipelined drafting starts the next drafts from that alone
-    4 read     the decisions come to the host in one transfer
+    3 accept   and the acceptance rule decides on the device how many drafted tokens are accepted,
+    4 token    and which token follows them (decoding/verification.py); pipelined drafting starts the next drafts from
+               that alone
+    read       the decisions come to the host in one transfer
     5 commit   rows take their tokens and end at a stop; the cache is trimmed to what was accepted: a row's size is set,
                and accepted paths of trees are copied to where a chain would have them
 
@@ -67,12 +68,12 @@ class Engine:
             with self.clock.phase("draft"):
                 self.draft(active)  # 1
             with self.clock.phase("verify"):
-                pending = self.verifier.launch(active)  # 2 and 3
+                pending = self.verifier.launch(active)  # 2, 3 and 4
                 self.chain.observe(pending.output)
             with self.clock.phase("draft", early=True):
                 self.start_next_drafts(active, pending)
             self.clock.settle()  # the device is busy with this pass meanwhile
-            result = pending.read()  # 4
+            result = pending.read()
             spans = self.clock.end_pass()
             took = self.clock.seconds(spans, "draft", "verify") if self.verifier.record else {}
             yield self.commit(active, result, took)  # 5
