@@ -48,7 +48,8 @@ UNSET: Any = _Unset()
 PROCESSOR_FIELDS = (*TEXT_FIELDS, *WARPER_FIELDS)
 _FLAT_FIELDS = ("forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens")
 _ID_FIELDS = ("bad_words_ids", "sequence_bias", *_FLAT_FIELDS)
-_LEAST = {"max_new_tokens": 0, "top_k": 0, "num_return_sequences": 1, "batch_size": 1}
+_LEAST = {"max_new_tokens": 0, "top_k": 0, "num_return_sequences": 1, "batch_size": 1, "verify_width": 2}
+_MAY_BE_NONE = ("batch_size", "verify_width")
 _RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0.0, math.inf),
     "top_p": (0.0, 1.0),
@@ -84,6 +85,8 @@ class GenerationSettings:
     logits_processor: transformers' processors, callables, or `specdec.sampling.constraints`.
     batch_size: rows in one pass; None = all prompts, up to 8.
     keep_state: reuse the K/V of earlier rows that a prompt extends.
+    verify_width: tokens of a row, at least, that a verify pass takes, the newest included (None: 17 on a CPU, 16 on a
+        GPU, or as many as a strategy's trees need); longer chains go in chunks. Exact mode has one width of its own.
     processors: other GenerationConfig fields by name.
     """
 
@@ -108,6 +111,7 @@ class GenerationSettings:
     output_logprobs: bool = False
     batch_size: int | None = None
     keep_state: bool = False
+    verify_width: int | None = None
     order: Literal["given", "upstream"] = "given"
     draft_length: Literal["auto", "given"] | None = None
     costs: Any = None
@@ -145,10 +149,12 @@ class GenerationSettings:
         for name in ("ignore_eos", "output_logprobs", "keep_state"):
             check_switch(name, getattr(self, name))
         for name, least in _LEAST.items():
-            if name != "batch_size" or self.batch_size is not None:
+            if name not in _MAY_BE_NONE or getattr(self, name) is not None:
                 check_whole(name, getattr(self, name), least)
         for name, (low, high) in _RANGES.items():
             check_number(name, getattr(self, name), low, high)
+        if self.verify_width is not None and self.verify_width > 512:
+            raise SpecdecError(f"verify_width must be at most 512, got {self.verify_width}")
         if self.top_p == 0:
             raise SpecdecError("top_p must be in (0, 1], got 0: it would leave no token")
         if self.repetition_penalty == 0:

@@ -103,6 +103,20 @@ def test_trees_whose_shape_only_the_device_knows_are_verified_as_lists_are(optio
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("width", [None, 24, 64])
+def test_the_width_of_verify_passes_is_a_setting(width: int | None) -> None:
+    """Chains of 40 tokens that are right: as many passes as their chunks."""
+    model = tiny_model("llama", vocab=24)
+    decoder = SpeculativeDecoder(model, check=False)
+    options: dict[str, Any] = {"max_new_tokens": 82, "strategies": [DraftModel(n_max=40)]}
+    own = SpeculativeDecoder(model, model, check=False).generate(PROMPTS[0], verify_width=width, **options)
+    assert own.token_ids == decoder.generate(PROMPTS[0], 82, strategies=[]).token_ids
+    assert own.stats.verify_passes == {None: 6, 24: 4, 64: 2}[width]
+    for wrong in (1, 513, 2.5):
+        with pytest.raises(SpecdecError, match="verify_width"):
+            decoder.generate(PROMPTS[0], verify_width=wrong)
+
+
 def test_rounds_of_trees_on_the_device_name_their_parents_and_paths() -> None:
     model = tiny_model("llama")
     decoder = SpeculativeDecoder(model)

@@ -147,7 +147,8 @@ class Call:
         decoder.refresh()  # a generator begins at its first step
         self._check_models()
         kept, previous = self._what_is_kept() if self.settings.keep_state else (None, {})
-        columns = max((d.tree_nodes + 1 for d in self.drafters if d.makes_trees), default=0)
+        trees = [d.tree_nodes + 1 for d in self.drafters if d.makes_trees]
+        columns = max(self.settings.verify_width or 0, *trees, 0)
         shapes = Shapes.choose(target.device, self.exact, target.pool.room(self.capacity), columns)
         # A tree's nodes lie side by side in slots that a chain of the same depth would not need.
         spare = shapes.verify_width if tree_makers(self.drafters) else 0
