@@ -1,5 +1,4 @@
-"""`SpeculativeDecoder`: what users hold. Two models, their runners, and the calls that are made of them
-(decoding/call.py)."""
+"""`SpeculativeDecoder`: two models, their runners, and calls of them (decoding/call.py)."""
 
 from __future__ import annotations
 
@@ -35,14 +34,17 @@ from specdec.models.state import ModelState
 class SpeculativeDecoder:
     """A target model, perhaps a draft model, and a chain of strategies.
 
-    target_model, draft_model: transformers causal language models, left as they are; tokenizer: for text prompts and
-    texts; draft_tokenizer: the draft's, None = the same; strategies: names or configured drafters in priority order,
-    None = `draft-model` with a draft and `prompt-lookup` without, [] = plain decoding; attn_implementation: None =
-    specdec's own, or "sdpa" / "eager"; exact: True, False or "auto" (docs/exactness.md); compile: "auto" = "graph" on a
-    GPU and "off" elsewhere, or one of these, "inductor" or "max" (docs/speed.md); fuse: compute projections of one
-    input together, in both models (models/fuse_projections.py); costs: a `specdec.CostTable` or its file, for automatic
-    draft length, None = nominal (docs/automatic_length.md).
-
+    target_model, draft_model: transformers causal language models, which are not changed
+    tokenizer: for text prompts and texts
+    draft_tokenizer: the draft's; None = the same
+    strategies: names or configured drafters in priority order; None = `draft-model` with a draft, `prompt-lookup`
+        without; [] = plain decoding
+    attn_implementation: None = specdec's own, or "sdpa" / "eager"
+    exact: True, False or "auto" (docs/exactness.md)
+    compile: "off", "graph", "inductor", "max" (docs/speed.md), or "auto" = "graph" on a GPU, "off" elsewhere
+    fuse: compute projections of one input together, in both models (models/fuse_projections.py)
+    check: run the self-test of the models (models/self_test.py)
+    costs: a `specdec.CostTable` or its file, for automatic draft length; None = nominal (docs/automatic_length.md)
     Raises SpecdecError for a pair that cannot work and for a model whose ragged pass is not its plain pass.
     """
 
@@ -89,7 +91,7 @@ class SpeculativeDecoder:
         self._kept_states: dict[str, ModelState] = {}
         if check:
             for role, runner in self._runners().items():
-                if rounds_activations(runner.model) is None:  # a draft's: its passes differ, and may
+                if rounds_activations(runner.model) is None:  # a draft that rounds them has other passes, and may
                     self_test(runner, role)
 
     @classmethod
@@ -149,7 +151,7 @@ class SpeculativeDecoder:
             return call.result()
 
     def stream(self, prompt: Any, max_new_tokens: int = 128, strategies: Any = UNSET, **options: Any) -> Iterator[str]:
-        """The text of one prompt, piece by piece; joined pieces equal `generate(...).texts[0]`."""
+        """Yield the text of one prompt, piece by piece; joined pieces equal `generate(...).texts[0]`."""
         if self.tokenizer is None:
             raise SpecdecError("stream needs a tokenizer: pass tokenizer=... when the decoder is built")
         call = self._single(prompt, "stream", strategies, max_new_tokens=max_new_tokens, **options)
@@ -158,7 +160,7 @@ class SpeculativeDecoder:
     def rounds(
         self, prompt: Any, max_new_tokens: int = 128, strategies: Any = UNSET, **options: Any
     ) -> Iterator[Round]:
-        """One prompt, one `Round` at a time, with p and q at the drafted tokens."""
+        """Yield the rounds of one prompt, one `Round` at a time, with p and q at the drafted tokens."""
         call = self._single(prompt, "rounds", strategies, max_new_tokens=max_new_tokens, **options)
         call.record = True
         return Steps(self._each_round(call), self._lock)
@@ -193,12 +195,12 @@ class SpeculativeDecoder:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Inside, this thread has the decoder to itself and torch's ambient modes are specdec's (device/ambient.py)."""
+        """Give this thread the decoder to itself, with torch's ambient modes set to specdec's (device/ambient.py)."""
         with self._lock, pinned():
             yield
 
     def refresh(self) -> None:
-        """Follow what has become of the models since the last call."""
+        """Follow changes of the models since the last call."""
         for runner in self._runners().values():
             runner.refresh()
 
@@ -223,11 +225,14 @@ class SpeculativeDecoder:
         return Call(self, settings, drafters, encoded, default, templates)
 
     def resolve_exact(self, choice: Any, drafters: Sequence[Any] = ()) -> bool:
-        """Whether a call runs with fixed shapes; `auto` = dense half-precision models on a GPU, and chains only."""
+        """True if a call runs with fixed shapes; "auto" = dense half-precision models on a GPU, and chains only.
+
+        Raises SpecdecError if `choice` is True and exact mode does not cover the target or a drafter.
+        """
         choice = self.exact if choice is UNSET else choice
         config = self.target.config
         experts = any(getattr(config, n, None) for n in ("num_experts", "num_local_experts", "n_routed_experts"))
-        # Experts that are one batched product a token see no other tokens; all other implementations group tokens.
+        # Experts that are one batched product per token see no other tokens; other implementations group tokens.
         grouped = experts and getattr(config, "_experts_implementation", None) != "batched_mm"
         trees = tree_makers(drafters)
         quantised = is_quantised(self.target.model)
@@ -250,6 +255,6 @@ class SpeculativeDecoder:
 
 
 def check_draft(drafters: Sequence[Any], draft: Any) -> None:
-    """Raise SpecdecError for a chain that needs a draft model where there is none."""
+    """Raise SpecdecError for a chain that needs a draft model if there is none."""
     if draft is None and any(d.uses_draft_model for d in drafters):
         raise SpecdecError("strategy 'draft-model' needs a draft model: pass draft=... when the decoder is built")

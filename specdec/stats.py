@@ -1,16 +1,16 @@
-"""What a run counted, and every acceptance figure by its name.
+"""Counts of a run, and every acceptance figure.
 
-Everything is derived from one list of `RoundRecord`s, so that pooled totals, rows and strategies cannot disagree.
-Names are those that serving engines and benchmark clients use. A *round* is one draft / verify / accept cycle of one
-row: it gives the drafted tokens that were accepted and one token of the target's own.
+All figures come from one list of `RoundRecord`s, so that pooled totals, rows and strategies cannot disagree. Names are
+those that serving engines and benchmark clients use. A *round* is one draft / verify / accept cycle of one row: it
+emits the drafted tokens that were accepted and one token of the target's own.
 
-Figures end where the text ends. A stop (EOS, a stop string, a criterion, an error, an interrupt) may fall on an
-accepted drafted token: that round has no token of its own, and what was drafted behind the stop counts neither as
-drafted nor as tested nor as accepted. So every generated token is emitted, and
+Figures end where the text ends. A stop (EOS, a stop string, a criterion, an error, an interrupt) may come at an
+accepted drafted token: then that round has no token of the target's own, and what was drafted after the stop counts
+neither as drafted nor as tested nor as accepted. So every generated token is emitted, and
 
-    generated = emitted = accepted + rounds that gave a token of their own
+    generated = emitted = accepted + rounds with a token of the target's own
 
-where all rounds did but perhaps the last one of each row.
+which all rounds have, except perhaps the last one of each row.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 from specdec.decoding import show
 
-# Drafts are hardly ever accepted where at least 100 rounds asked for one and a drafted round accepts fewer than 0.05
-# tokens. Automatic length passes a bad strategy over: of the few rounds that drafted, at least 6, fewer than 0.15.
+# Drafts are hardly ever accepted if at least 100 rounds asked for one and a drafted round accepts fewer than 0.05
+# tokens. Automatic length skips a bad strategy: if only a few rounds drafted, at least 6, the bound is 0.15.
 LEAST_ASKED, HARDLY = 100, 0.05
 LEAST_DRAFTED, HARDLY_OF_FEW = 6, 0.15
 
@@ -45,8 +45,8 @@ class Counters:
     `n_gen_...` and `n_acc_...` end where the text ends, as all figures do (upstream counts a whole draft, and an end of
     text as the target's own); calls are counted as upstream does.
 
-    n_skipped: requests in which automatic length passed the strategy over.
-    n_asked_per_length[n]: requests of automatic length for n tokens to verify.
+    n_skipped: requests in which automatic length skipped the strategy
+    n_asked_per_length[n]: requests of automatic length for n tokens to verify
     """
 
     n_call_begin: int = 0
@@ -64,6 +64,7 @@ class Counters:
     n_asked_per_length: list[int] = field(default_factory=list)
 
     def count_length(self, n: int) -> None:
+        """Count a request of automatic length; 0: the strategy was skipped."""
         if n == 0:
             self.n_skipped += 1
             return
@@ -71,6 +72,7 @@ class Counters:
         self.n_asked_per_length[n] += 1
 
     def count_accepted(self, n: int) -> None:
+        """Count the accepted tokens of a draft."""
         self.n_acc_tokens_per_pos += [0] * (n - len(self.n_acc_tokens_per_pos))
         for i in range(n):
             self.n_acc_tokens_per_pos[i] += 1
@@ -79,6 +81,7 @@ class Counters:
             self.n_acc_tokens += n
 
     def count_drafted(self, n: int) -> None:
+        """Count the tokens of a draft."""
         if n > 0:
             self.n_gen_drafts += 1
             self.n_gen_tokens += n
@@ -87,11 +90,11 @@ class Counters:
 class RoundRecord(NamedTuple):
     """One closed round of a row.
 
-    strategy: the one that drafted; None = no draft.
-    drafted, accepted: tokens; of a tree, its nodes and those of the accepted path.
-    levels: depth of a tree; None = a chain, one level a token.
-    exhausted: the path of a tree ended at a node without children, so that nothing was tested below it.
-    own: whether the target's own token followed; False = the text ended before it.
+    strategy: the one that drafted; None = no draft
+    drafted, accepted: tokens; in a tree, all nodes and those of the accepted path
+    levels: depth of a tree; None = a chain, one level per token
+    exhausted: the path of a tree ended at a node without children, so nothing was tested below it
+    own: True if the target's own token followed; False = the text ended before it
     """
 
     strategy: str | None
@@ -112,7 +115,7 @@ class RoundRecord(NamedTuple):
         return self.drafted if self.levels is None else self.levels
 
     def tested(self, level: int) -> bool:
-        """Whether a token of this level (0 = the first) was tested."""
+        """True if a token of this level (0 = the first) was tested."""
         return self.depth > level and (self.accepted > level or (self.accepted == level and not self.exhausted))
 
 
@@ -120,18 +123,19 @@ class RoundRecord(NamedTuple):
 class Tally:
     """Acceptance figures of a set of rounds. Ratios of nothing are None, except acceptance_length, which is then 1.
 
-    rounds, drafted_rounds: all of them, and those with a draft.
-    draft_tokens: tokens of chains and nodes of trees.
-    tested_tokens: levels of drafts at which a token was tested, at most one more than were accepted.
-    accepted_tokens: of a tree, those of its path.
-    generated_tokens: accepted tokens and the target's own.
-    acceptance_length: 1 + accepted tokens of a drafted round.
-    draft_acceptance_rate: accepted / drafted tokens.
-    conditional_acceptance_rate: accepted / tested tokens, the `a` of `specdec.theory`.
-    acceptance_rate_per_position[i]: share of drafted rounds that accepted at least i + 1 tokens, of trees by depth.
-    conditional_acceptance_rate_per_position[i]: the same among the rounds in which token i was tested, all before it
-        accepted; positions that never were have no entry.
-    acceptance_histogram[n]: drafted rounds that accepted exactly n tokens.
+    rounds, drafted_rounds: all of them, and those with a draft
+    draft_tokens: tokens of chains and nodes of trees
+    tested_tokens: levels of drafts at which a token was tested, at most one more than were accepted
+    accepted_tokens: tokens of chains, and of the accepted paths of trees
+    generated_tokens: accepted tokens and the target's own
+    acceptance_length: 1 + accepted tokens per drafted round
+    tokens_per_round: generated tokens per round
+    draft_acceptance_rate: accepted / drafted tokens
+    conditional_acceptance_rate: accepted / tested tokens, the `a` of `specdec.theory`
+    acceptance_rate_per_position[i]: share of drafted rounds that accepted at least i + 1 tokens; in trees by depth
+    conditional_acceptance_rate_per_position[i]: the same among rounds in which token i was tested, all before it
+        accepted; positions that were never tested have no entry
+    acceptance_histogram[n]: drafted rounds that accepted exactly n tokens
     """
 
     rounds: int
@@ -196,7 +200,7 @@ class Times:
     draft: drafting
     verify: verify passes with acceptance
     total: the whole call
-    draft_prefill: what of `draft` a draft model spent on texts that it had not read, prompts above all
+    draft_prefill: the part of `draft` in which a draft model read prompts and other texts new to it
     """
 
     prefill: float = 0.0
@@ -212,14 +216,23 @@ class Times:
 
 @dataclass
 class Stats:
-    """The statistics of one call; `rows[i]` and `emitted[i]` belong to `token_ids[i]`."""
+    """The statistics of one call.
+
+    rows[i], emitted[i]: rounds of row i of `token_ids`, and its tokens
+    counters: by strategy
+    verify_passes: passes of the target after prefill
+    host_reads: transfers from the device
+    draft_passes: passes of models that draft, without their prefill
+    times: seconds
+    Figures of `total` are attributes as well: `stats.tokens_per_round`.
+    """
 
     rows: list[list[RoundRecord]] = field(default_factory=list)
     emitted: list[int] = field(default_factory=list)
     counters: dict[str, Counters] = field(default_factory=dict)
     verify_passes: int = 0
     host_reads: int = 0
-    draft_passes: int = 0  # of models that draft, without their prefill
+    draft_passes: int = 0
     times: Times = field(default_factory=Times)
 
     @property
@@ -228,14 +241,14 @@ class Stats:
         return Tally.of(r for row in self.rows for r in row)
 
     def by_strategy(self) -> dict[str, Tally]:
-        """The rounds that each strategy drafted."""
+        """Tally the rounds that each strategy drafted."""
         return {
             name: Tally.of(r for row in self.rows for r in row if r.strategy == name and r.drafted > 0)
             for name in self.counters
         }
 
     def hardly_accepted(self) -> dict[str, Tally]:
-        """The strategies whose drafts were hardly ever accepted, over enough rounds to say so (see `HARDLY`)."""
+        """Find strategies whose drafts were hardly ever accepted, over enough rounds to say so (see `HARDLY`)."""
         found = {}
         for name, tally in self.by_strategy().items():
             rounds = tally.drafted_rounds
@@ -271,8 +284,8 @@ class Stats:
         return self.emitted_tokens / self.times.total if self.times.total > 0 else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Pooled totals at the top level, then `rows`, `strategies` (with upstream's counters), `mean_per_request`
-        and `time` in seconds."""
+        """Return plain data: pooled totals at the top level, then `rows`, `strategies` (with upstream's counters),
+        `mean_per_request` and `time` in seconds."""
         tallies = [Tally.of(row) for row in self.rows]
         by_strategy = self.by_strategy()
         return {

@@ -1,17 +1,16 @@
-"""What speculative decoding can gain: acceptance, tokens per round and speed-up, stated once.
+"""Formulas for what speculative decoding can gain: acceptance, tokens per round and speed-up.
 
 Symbols, as in Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023):
 
     p, q   distributions of the next token under target and draft over a vocabulary of V tokens, `[..., V]`
-    a      acceptance of a *tested* draft token, in [0, 1]: a token behind a rejected one is not tested, so `a` is not
+    a      acceptance of a *tested* draft token, in [0, 1]: a token after a rejected one is not tested, so `a` is not
            accepted / drafted
     k      draft length, tokens
     c      time of one draft step / time of a plain (1-wide) target pass
     v      extra time of the (k+1)-wide verification pass over a plain pass, in plain passes
 
-Every function takes floats, numpy arrays (or lists) and torch tensors, computes in float64, broadcasts, and answers in
-kind: a tensor if any argument is one, an array if any is an array, else a float. Values out of range are a
-`SpecdecError`.
+Every function takes floats, numpy arrays (or lists) and torch tensors, computes in float64, broadcasts, and returns a
+tensor if any argument is one, an array if any is an array, else a float. Values out of range raise `SpecdecError`.
 
 Estimates from one plain text
 -----------------------------
@@ -22,17 +21,17 @@ accepted part is q_i(x) min(1, p_i(x) / q_i(x)) = min(p_i(x), q_i(x)), hence
     P(accepted | x_i was emitted at a tested position i) = min(p_i(x_i), q_i(x_i)) / p_i(x_i)
                                                          = min(1, q_i(x_i) / p_i(x_i))  =: w_i
 
-and, because q_i depends on the tokens before i alone and every test has noise of its own, the tests along a given text
-are independent. So P(a round from position t accepts at least m drafts | x) = w_t w_{t+1} ... w_{t+m-1}, and averaged
-over texts x ~ p it is the true probability, without bias:
+and, because q_i depends only on the tokens before i and every test has its own random number, the tests along a given
+text are independent. So P(a round from position t accepts at least m drafts | x) = w_t w_{t+1} ... w_{t+m-1}, and its
+mean over texts x ~ p is the true probability, without bias:
 
     E_{x ~ p} prod_j min(1, q_j(x_j) / p_j(x_j)) = sum_x prod_j min(p_j(x_j), q_j(x_j)) = P(N >= m).
 
 The tempting alternative, the product of 1 - TV(p_j, q_j) along the text, is right for m = 1 only: from the second
 position on it takes prefixes from p, while accepted prefixes follow min(p, q) / (1 - TV), that is, they prefer contexts
-where the draft was good. `realised_acceptance` gives w for every rule, `accepted_length_from_text` the mean accepted
-drafts from every start, `expected_rounds_from_text` the number of rounds of a whole run, for any k, from one teacher-
-forced pass of each model.
+where the draft was good. From one teacher-forced pass of each model and for any k, `realised_acceptance` computes w for
+every rule, `accepted_length_from_text` the mean accepted drafts from every start, and `expected_rounds_from_text` the
+rounds of a whole run.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ SUM_TOLERANCE = 1e-3  # how far the sum of a probability row may be from 1: floa
 
 
 def tokens_per_round(a: Values, k: Values) -> Values:
-    """Expected tokens that one round emits, accepted drafts plus one: (1 - a^(k+1)) / (1 - a), and k + 1 at a = 1.
+    """Return the expected tokens of one round, accepted drafts plus one: (1 - a^(k+1)) / (1 - a), and k + 1 at a = 1.
 
     Assumes that every tested token is accepted with the same probability `a`, independently.
     Source: Leviathan et al. 2023, equation 1.
@@ -62,14 +61,14 @@ def tokens_per_round(a: Values, k: Values) -> Values:
 
 
 def accepted_per_round(a: Values, k: Values) -> Values:
-    """Expected accepted drafts of one round: `tokens_per_round` - 1 = a (1 - a^k) / (1 - a), and k at a = 1."""
+    """Return the expected accepted drafts of one round: `tokens_per_round` - 1 = a (1 - a^k) / (1 - a); k at a = 1."""
     rate = _in_range("a", a, 0.0, 1.0)
     # a (1 + a + ... + a^(k-1)) keeps the digits that subtracting 1 would lose for small a; at k = 0 the sum is empty.
     return _answer(rate * _tokens_per_round(rate, _whole("k", k) - 1.0), a, k)
 
 
 def speedup(a: Values, k: Values, c: Values, v: Values = 0.0) -> Values:
-    """Expected speed relative to plain decoding: tokens per round / (1 + k c + v).
+    """Return the expected speed relative to plain decoding: tokens per round / (1 + k c + v).
 
     `c` and `v` are times in units of a plain target pass; `c` >= 0, and `v` > -1 (a measured `v` may be slightly
     negative). Source: Leviathan et al. 2023, theorem 3.8, with the cost `v` of the wide pass added.
@@ -79,7 +78,7 @@ def speedup(a: Values, k: Values, c: Values, v: Values = 0.0) -> Values:
 
 
 def best_k(a: float, c: float, v: float | Sequence[float] | Callable[[int], float] = 0.0, k_max: int = 16) -> int:
-    """The draft length in 0..k_max with the largest `speedup`; 0 says that drafting does not pay.
+    """Return the draft length in 0..k_max with the largest `speedup`; 0: drafting does not pay.
 
     `v` is one number for every k >= 1, a sequence indexed by k (`v[0]` is not used), or a function of k. Plain
     decoding, k = 0, counts as exactly 1. Among equals the shortest draft wins.
@@ -95,30 +94,30 @@ def best_k(a: float, c: float, v: float | Sequence[float] | Callable[[int], floa
 
 @dataclass(frozen=True)
 class Costs:
-    """What passes cost, in units of a plain target pass.
+    """Costs of passes, in units of a plain target pass.
 
-    draft: a draft step, the `c` of `speedup`.
-    wide: n -> extra cost of a pass over drafts of n tokens, its `v`.
+    draft: a draft step, the `c` of `speedup`
+    wide: n -> extra cost of a pass over drafts of n tokens, the `v` of `speedup`
     """
 
     draft: float = 0.0
     wide: Callable[[float], float] = lambda drafted: 0.0
 
     def of_round(self, steps: float, drafted: float, share: float = 1.0) -> float:
-        """Cost of a mean round: `steps` draft steps, and a draft of `drafted` tokens in a `share` of the rounds."""
+        """Return the mean cost of rounds with `steps` draft steps, a `share` of them with `drafted` tokens."""
         return 1.0 + steps * self.draft + share * self.wide(drafted)
 
     def speedup(self, tokens: float, steps: float, drafted: float, share: float = 1.0) -> float:
-        """Speed relative to plain decoding of rounds that emit `tokens` on average; the rest as in `of_round`."""
+        """Return the speed relative to plain decoding of rounds with `tokens` on average; the rest as in `of_round`."""
         return tokens / self.of_round(steps, drafted, share)
 
     def best_k(self, a: float, k_max: int = 16) -> int:
-        """`best_k` at these costs."""
+        """Return `best_k` at these costs."""
         return best_k(a, self.draft, self.wide, k_max)
 
 
 def expected_acceptance(p: Values, q: Values, rule: str = "leviathan", proposal: str | None = None) -> Values:
-    """Probability that a draft token proposed from `q` is accepted where the target has distribution `p`.
+    """Return the probability that a draft token proposed from `q` is accepted by a target with distribution `p`.
 
     Args:
         p, q: probabilities `[..., V]` after all processors, rows summing to 1.
@@ -141,7 +140,7 @@ def expected_acceptance(p: Values, q: Values, rule: str = "leviathan", proposal:
 def realised_acceptance(
     p: Values, q: Values, tokens: Values, rule: str = "leviathan", proposal: str | None = None
 ) -> Values:
-    """Probability w that a tested draft was accepted, given that `tokens` were emitted: see the module's docstring.
+    """Return the probability w that a tested draft was accepted, given that `tokens` were emitted (module docstring).
 
     P(accepted and x emitted) / p(x): min(1, q(x) / p(x)) under `leviathan`, q(x) under `match`,
     1 / sum_y max(p_y, q_y p_x / q_x) under `coupled`, and 1 where x = argmax q, else 0, for `argmax` proposals. Its
@@ -152,7 +151,7 @@ def realised_acceptance(
         tokens: ids `[...]` in 0..V-1, sampled from p.
 
     Returns:
-        Weights `[...]` in [0, 1]. A token of probability 0 under p is an error: the target cannot have written it.
+        Weights `[...]` in [0, 1]. Raises SpecdecError for a token of probability 0 under p: it was not sampled from p.
     """
     target, draft = _distributions(p, q)
     ids = torch.as_tensor(np.asarray(tokens) if isinstance(tokens, list | tuple) else tokens, device=target.device)
@@ -169,16 +168,16 @@ def realised_acceptance(
 
 
 def accepted_length_from_text(weights: Values, k: int) -> Values:
-    """Mean accepted drafts of a round of k drafts, from every start in a text: sum_{m=1..k} w_t ... w_{t+m-1}.
+    """Return the mean accepted drafts of a round of k, from every start in a text: sum_{m=1..k} w_t ... w_{t+m-1}.
 
     Args:
         weights: `realised_acceptance` along the text, `[..., n]`.
         k: draft length, 1..n.
 
     Returns:
-        `[..., n - k + 1]`, one number for each start that has k tokens of text before it ends. Its mean is unbiased
-        for rounds started at these positions; add 1 for tokens per round. Rounds of a real run do not start uniformly:
-        use `expected_rounds_from_text` for those.
+        `[..., n - k + 1]`, one number for each start that k tokens of text follow. Its mean is unbiased for rounds that
+        start at these positions; add 1 for tokens per round. Rounds of a real run do not start uniformly: use
+        `expected_rounds_from_text` for those.
     """
     w, length = _weights(weights), int(_whole("k", k).item())
     if not 1 <= length <= w.shape[-1]:
@@ -188,7 +187,7 @@ def accepted_length_from_text(weights: Values, k: int) -> Values:
 
 
 def expected_rounds_from_text(weights: Values, k: int) -> Values:
-    """Expected rounds in which speculation with drafts of k tokens emits a text of n tokens.
+    """Return the expected rounds in which drafts of k tokens emit a text of n tokens.
 
     Conditional on the text, round starts are a Markov chain: a round from t that accepts m drafts emits m + 1 tokens,
     and the next one starts at t + m + 1. Averaged over texts x ~ p this is exactly the expected number of rounds of a
@@ -217,7 +216,7 @@ def expected_rounds_from_text(weights: Values, k: int) -> Values:
 
 
 def conditional_acceptance_from_histogram(histogram: Values) -> np.ndarray:
-    """Acceptance of a tested token by its position in the draft, from counts of rounds.
+    """Return the acceptance of a tested token by its position in the draft, from counts of rounds.
 
     Args:
         histogram: `[k + 1]`, entry n = rounds that accepted n of k drafts, when every draft had length k; or
@@ -232,7 +231,7 @@ def conditional_acceptance_from_histogram(histogram: Values) -> np.ndarray:
 
 
 def pooled_acceptance_from_histogram(histogram: Values) -> float:
-    """One `a` for all positions: accepted / tested tokens, its maximum-likelihood estimate; NaN without a tested token.
+    """Return one `a` for all positions: accepted / tested tokens, the maximum-likelihood estimate; NaN if none.
 
     `histogram` as in `conditional_acceptance_from_histogram`. With drafts of one length, `accepted_per_round` of this
     `a` need not be the measured mean: it is when acceptance does not depend on the position.
@@ -288,7 +287,7 @@ def _realised(p: torch.Tensor, q: torch.Tensor, at: torch.Tensor, rule: str, pro
 
 
 def coupled_joint(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """P(target and draft both pick x) = 1 / sum_y max(p_y/p_x, q_y/q_x), `[..., V]`, in O(V log V).
+    """Compute P(target and draft both pick x) = 1 / sum_y max(p_y/p_x, q_y/q_x), `[..., V]`, in O(V log V).
 
     With r = q / p the maximum is p_y/p_x where r_y <= r_x and q_y/q_x where r_y > r_x, so that in the order of r the
     sum is a prefix sum of p over p_x plus a suffix sum of q over q_x. Among equal r both terms are the same.
@@ -304,7 +303,7 @@ def coupled_joint(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 
 
 def _position_counts(histogram: Values) -> tuple[np.ndarray, np.ndarray]:
-    """Rounds that accepted position i, and rounds that tested it, float64 `[k]` each."""
+    """Count rounds that accepted position i, and rounds that tested it, float64 `[k]` each."""
     h = np.asarray(histogram.detach().cpu() if isinstance(histogram, torch.Tensor) else histogram, dtype=np.float64)
     if h.ndim == 1 and h.size:
         h = np.concatenate([np.zeros((len(h) - 1, len(h))), h[None]])
@@ -366,7 +365,7 @@ def _distributions(p: Values, q: Values) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _answer(result: torch.Tensor, *arguments: Values) -> Values:
-    """`result` as a tensor, an array or a float, whichever the arguments ask for."""
+    """Return `result` as a tensor, an array or a float, as the arguments are."""
     tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
     if tensors:
         return result.to(tensors[0].device)

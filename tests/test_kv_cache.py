@@ -103,10 +103,10 @@ def test_kept_rows_restore_the_longest_shared_prefix() -> None:
     k, _, _, _ = write(old, [[0, 1, 2], [0, 1, 2]], slice(0, 2), CAPACITY)
     kept = KeptRows(old, [np.array([5, 6, 7]), np.array([5, 6, 8])])
     new = RaggedCache(1, 1, CAPACITY + 4)
-    assert kept.restore(new, 0, np.array([5, 6, 8, 9, 9])) == 3
+    assert kept.copy_into(new, 0, np.array([5, 6, 8, 9, 9])) == 3
     assert torch.equal(new.layers[0].keys[0, :, :3], k[1])
-    assert kept.restore(new, 0, np.array([1, 2])) == 0
-    assert KeptRows(old, []).restore(new, 0, np.array([5])) == 0
+    assert kept.copy_into(new, 0, np.array([1, 2])) == 0
+    assert KeptRows(old, []).copy_into(new, 0, np.array([5])) == 0
 
 
 def test_common_prefix_counts_leading_ids() -> None:

@@ -31,13 +31,13 @@ def requests(*rooms: int) -> list[DraftRequest]:
 
 
 def choice(costs: CostTable, drafter: Any, rates: list[Any], rooms: list[int]) -> int:
-    """The length that a round of new rows gets, whose acceptance by streak is `rates`, and whose credit is endless."""
+    """The length that a round of new rows gets, whose acceptance by streak is `rates`, and whose budget is endless."""
     controller = LengthController([drafter], [True], costs, SHAPES, len(rates), free=True)
     asked = requests(*rooms)
     for request, rate in zip(asked, rates, strict=True):
         controller._row(0, request.row).acceptance.prior = rate
         controller._row(0, request.row).read = request.position
-        controller.credit[request.row] = 1e9
+        controller.budget[request.row] = 1e9
     controller.open(asked)
     return controller._choose(0, asked)
 
@@ -91,7 +91,7 @@ def test_lengths_follow_the_cost_of_the_widths_that_passes_really_have() -> None
     controller = LengthController([Scripted()], [True], CPU, replace(SHAPES, widths=(1, 8, 17)), 1, free=True)
     [request] = requests(16)
     controller.open([request])
-    controller.credit[0] = 1e9
+    controller.budget[0] = 1e9
     controller._row(0, 0).acceptance.prior = np.full(6, 0.7)
     assert controller._choose(0, [request]) == 7
 
@@ -122,7 +122,7 @@ def test_a_model_strategy_teaches_how_many_stood_and_whether_one_fell() -> None:
     assert taught(0, 0) == ([0.0] * 6, [0.0] * 6)
 
 
-def test_a_strategy_without_a_model_is_scored_while_it_is_silent() -> None:
+def test_a_strategy_without_a_model_is_scored_while_it_is_idle() -> None:
     """Half the text is guessed wrong, then all is right: drafts come back within a few rounds, at no cost before."""
     script = [False] * 100 + [True] * 100
     records, _ = run(Scripted(script), CPU, 200)
@@ -158,7 +158,7 @@ def test_a_prompt_that_costs_a_draft_model_more_to_read_than_the_row_can_gain_is
         request = DraftRequest(0, np.arange(3000), 3000, room, 3000)
         controller = LengthController([ScriptedModel([], CPU)], [True], CPU, SHAPES, 1, free=True)
         controller.open([request])
-        controller.credit[0] = 1e9
+        controller.budget[0] = 1e9
         return controller._choose(0, [request])
 
     assert asked(8) == 0
@@ -201,11 +201,11 @@ def test_whatever_is_accepted_and_whatever_passes_cost(
     assert run(drafter, costs, len(script))[1] <= bound(costs, len(script)) * (1 + 1e-9)
 
 
-def test_the_credit_is_what_holds_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control of the tests above: a choice that never learns breaks it without the credit, and not with it."""
+def test_the_budget_is_what_holds_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the tests above: a choice that never learns breaks it without the budget, and not with it."""
     monkeypatch.setattr(length, "_PRIOR_WEIGHT", 1e9)
     assert run(Scripted([False] * N), CPU, N)[1] <= bound(CPU, N)
-    monkeypatch.setattr(length, "_ADVANCE", 1e9)
+    monkeypatch.setattr(length, "_FIRST_BUDGET", 1e9)
     assert run(Scripted([False] * N), CPU, N)[1] > bound(CPU, N)
 
 

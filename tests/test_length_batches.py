@@ -58,37 +58,37 @@ def test_where_prompts_wait_a_fast_row_pays_for_a_slow_one() -> None:
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-def test_listening_to_silent_rows_costs_a_small_part_of_the_rounds_of_all(batch: int) -> None:
+def test_probing_idle_rows_costs_a_small_part_of_the_rounds_of_all(batch: int) -> None:
     """A call for every row and round would take a sixth of a plain round of 32 rows here."""
     costs = replace(batches(0.3), calls={"scripted": 0.02})
     controller = LengthController([Scripted()], [True], costs, SHAPES, batch, free=True)
     rows = range(batch)
-    heard: list[int] = []
+    probed: list[int] = []
     for size in range(40, 140):
         requests = [DraftRequest(row, np.arange(size), size, 400 - size, size) for row in rows]
         controller.open(requests)
         for row in rows:
-            controller.credit[row] = 0.0  # nothing may be drafted
-        heard += controller.ask(0, dict(enumerate(requests)))
+            controller.budget[row] = 0.0  # nothing may be drafted
+        probed += controller.ask(0, dict(enumerate(requests)))
         for row in rows:
             controller.accept(row, None, 0, 0)
     plain = costs.seconds("target", batch, 0, 1) + costs.round
-    assert 0 < len(heard) * 0.02 <= 0.0055 * 100 * plain
-    if len(heard) >= 2 * batch:  # and every row has its turn
-        counts = np.bincount(heard, minlength=batch)
+    assert 0 < len(probed) * 0.02 <= 0.0055 * 100 * plain
+    if len(probed) >= 2 * batch:  # and every row has its turn
+        counts = np.bincount(probed, minlength=batch)
         assert counts.min() >= counts.max() - 2
 
 
-def test_a_row_that_guesses_right_is_heard_first() -> None:
+def test_a_row_that_guesses_right_is_probed_first() -> None:
     costs = replace(batches(0.3), calls={"scripted": 0.02})
     controller = LengthController([Scripted()], [True], costs, SHAPES, 4, free=True)
     requests = [DraftRequest(row, np.arange(40), 40, 100, 40) for row in range(4)]
     controller.open(requests)
     controller._row(0, 2).acceptance.streak = 3
-    controller._row(0, 1).silent = 50
-    controller.budgets[0, -1] = 0.02
+    controller._row(0, 1).idle = 50
+    controller.probe_budgets[0, -1] = 0.02
     for row in range(4):
-        controller.credit[row] = 0.0
+        controller.budget[row] = 0.0
     assert list(controller.ask(0, dict(enumerate(requests)))) == [2]
 
 
@@ -114,7 +114,7 @@ def test_no_draft_model_reads_prompts_that_its_drafts_will_hardly_earn_back() ->
     assert drafts(16, 2000) > 0
 
 
-def test_silent_strategies_share_what_listening_may_cost() -> None:
+def test_idle_strategies_share_what_probing_may_cost() -> None:
     """Seven that never guess right: the bound holds for their chain as for one of them."""
     costs = replace(batches(0.06), calls={"scripted": 0.005})
     for n in (1, 7):
@@ -126,7 +126,7 @@ def test_silent_strategies_share_what_listening_may_cost() -> None:
         assert seconds <= 1.03 * 1000 * plain
 
 
-def test_a_strategy_whose_call_is_dear_is_heard_through_a_streak() -> None:
+def test_a_strategy_whose_call_is_dear_is_probed_through_a_streak() -> None:
     """A call costs more than a round may spend on listening; soon after it starts to be right it is drafted."""
     costs = replace(batches(0.06), calls={"scripted": 0.015})
     records = replay(controlled([Scripted([False] * 200 + [True] * 200)], costs), *text(400))
@@ -139,7 +139,7 @@ def test_a_strategy_whose_call_is_dear_is_heard_through_a_streak() -> None:
     assert first < 260
 
 
-def test_one_draft_stakes_half_of_the_credit_unless_it_is_as_cheap_as_one_token() -> None:
+def test_one_draft_may_cost_half_of_the_budget_unless_it_is_as_cheap_as_one_token() -> None:
     costs = replace(batches(0.3), calls={"scripted": 0.0})
     controller = LengthController([Scripted()], [True], costs, SHAPES, 1, free=True)
     [request] = [DraftRequest(0, np.arange(40), 40, 100, 40)]
@@ -147,13 +147,13 @@ def test_one_draft_stakes_half_of_the_credit_unless_it_is_as_cheap_as_one_token(
     controller._row(0, 0).acceptance.prior = [0.95] * 6
     extra = costs.seconds("target", 1, 0, 5) - costs.seconds("target", 1, 0, 1)
     plain = costs.seconds("target", 1, 0, 1) + costs.round
-    controller.credit[0] = 2 * extra / plain + 1e-9
+    controller.budget[0] = 2 * extra / plain + 1e-9
     assert controller._choose(0, [request]) == 4
-    controller.credit[0] = extra / 4 / plain + 1e-9  # one token and no more
+    controller.budget[0] = extra / 4 / plain + 1e-9  # one token and no more
     assert controller._choose(0, [request]) == 1
     eight = replace(SHAPES, widths=(1, 8, 17))  # all up to seven tokens cost the same
     controller = LengthController([Scripted()], [True], costs, eight, 1, free=True)
     controller.open([request])
     controller._row(0, 0).acceptance.prior = [0.95] * 6
-    controller.credit[0] = (costs.seconds("target", 1, 0, 8) - costs.seconds("target", 1, 0, 1)) / plain + 1e-9
+    controller.budget[0] = (costs.seconds("target", 1, 0, 8) - costs.seconds("target", 1, 0, 1)) / plain + 1e-9
     assert controller._choose(0, [request]) == 7

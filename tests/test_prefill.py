@@ -14,7 +14,7 @@ import torch
 
 import specdec
 from specdec import DraftModel, SpeculativeDecoder
-from specdec.models.kv_cache import RaggedCache, common_prefix, shared_first
+from specdec.models.kv_cache import RaggedCache, common_prefix, prefix_groups
 from specdec.models.runner import TOGETHER, Runner, Shapes
 from tests.helpers.playing import random_ids, weaker
 from tests.helpers.tiny import TINY_KINDS, tiny_model
@@ -82,13 +82,13 @@ def test_what_rows_share_is_computed_by_a_group_before() -> None:
         1: header + random_ids(9, 6), 7: other + random_ids(9, 7), 8: header + random_ids(9, 6) + [1],
     }  # fmt: skip
     arrays = {row: np.array(text) for row, text in texts.items()}
-    assert shared_first(arrays) == [[3, 0], [2, 1, 7, 8]]
+    assert prefix_groups(arrays) == [[3, 0], [2, 1, 7, 8]]
     assert common_prefix(arrays[1], arrays[8]) == 49  # only 9 tokens more than both have from the header's first row
     longer = arrays | {9: np.array(texts[8] + random_ids(30, 8)), 10: np.array(texts[8] + random_ids(30, 8))}
-    assert shared_first(longer) == [[3, 0], [2, 1, 7, 8, 9], [10]]
-    assert shared_first(arrays, step=64) == [list(texts)]
-    assert shared_first(dict.fromkeys(range(4), arrays[0])) == [[0], [1, 2, 3]]
-    assert shared_first({}) == []
+    assert prefix_groups(longer) == [[3, 0], [2, 1, 7, 8, 9], [10]]
+    assert prefix_groups(arrays, step=64) == [list(texts)]
+    assert prefix_groups(dict.fromkeys(range(4), arrays[0])) == [[0], [1, 2, 3]]
+    assert prefix_groups({}) == []
 
 
 @pytest.mark.fast(4)

@@ -95,10 +95,12 @@ def test_restoring_never_takes_less_than_is_there() -> None:
     kv = torch.randn(2, 1, 4, 2)
     cache.aim(torch.arange(4).repeat(2, 1), slice(0, 2), 8)
     cache.layers[0].update(kv, kv)
-    kept = KeptRows(cache, [np.array([5, 6, 7]), np.zeros(0, dtype=np.int64)])
+    texts = [np.array([5, 6, 7]), np.zeros(0, dtype=np.int64)]
+    kept = KeptRows(cache, texts)
     ids = np.array([5, 6, 9])
-    assert kept.restore(cache, 1, ids, known=3) == 3
+    assert kept.copy_into(cache, 1, ids, known=3) == 3
     assert torch.equal(cache.layers[0].keys[1, :, :4], kv[1])
-    assert kept.restore(cache, 1, ids, step=2) == 2
-    assert kept.restore(cache, 1, ids[:1], step=2) == 0
+    kept = KeptRows(cache, texts, step=2)
+    assert kept.copy_into(cache, 1, ids) == 2
+    assert kept.copy_into(cache, 1, ids[:1]) == 0
     assert torch.equal(cache.layers[0].keys[1, :, :2], kv[0, :, :2])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from specdec import theory
 from specdec.decoding.acceptance import COUPLED, LEVIATHAN, MATCH, AcceptanceRule, Block, judge
-from specdec.drafters.draft_model.tree import LEAST, draw_siblings, plan_parents
+from specdec.drafters.draft_model.tree import LEAST, plan_parents, sample_siblings
 from specdec.errors import SpecdecError
 from specdec.models.trees import Parents, Tree, chain_parents
 from specdec.sampling.sampling import Purpose, Sampling, exponential, fold, race, streams, uniform
@@ -239,7 +239,7 @@ def test_siblings_that_fill_up_where_nothing_is_left_to_draw_are_rejected(cut: i
 )
 def test_siblings_are_drawn_without_replacement_until_nothing_is_left(q: list[float]) -> None:
     law, n = torch.tensor(q), 20_000
-    tokens, laws = draw_siblings(law.expand(n, -1), fold(torch.full((n,), 5), torch.arange(n)), 7)
+    tokens, laws = sample_siblings(law.expand(n, -1), fold(torch.full((n,), 5), torch.arange(n)), 7)
     assert tokens.shape == (n, 7)
     exists = laws.amax(dim=-1) > 0
     assert (exists.sum(dim=1) == sum(x >= LEAST for x in q)).all()

@@ -17,7 +17,7 @@ from specdec.device.clock import Clock
 from specdec.device.transfer import to_device
 from specdec.drafters.base import RowSampling
 from specdec.drafters.chain import Chain
-from specdec.models.kv_cache import SHORT, KeptRows, shared_first
+from specdec.models.kv_cache import SHORT, KeptRows, prefix_groups
 
 NO_TEXT = np.zeros(0, dtype=np.int64)  # the text of a slot that holds no row worth keeping
 
@@ -38,7 +38,7 @@ class Admission:
 
     def __post_init__(self) -> None:
         self.runner, self.cache, self.shapes = self.verifier.runner, self.verifier.cache, self.verifier.shapes
-        self.observed = self.chain.observed_layers or None  # of prompts logits are not computed
+        self.observed = self.chain.observed_layers or None  # prompts have no logits
 
     def start(self, rows: Mapping[int, Row]) -> None:
         """Put rows into their slots, in groups that are prefilled together."""
@@ -51,7 +51,7 @@ class Admission:
         # When slots become free depends on the drafts. So in exact mode only the first prompts of a call go together.
         if not self.shapes.together or (self.shapes.exact and self.verifier.passes):
             return alone
-        groups = shared_first({slot: row.tokens for slot, row in rows.items()}, SHORT, self._shared_step)
+        groups = prefix_groups({slot: row.tokens for slot, row in rows.items()}, SHORT, self._shared_step)
         return alone if self.shapes.exact and len(groups) > 1 else groups
 
     @property
@@ -96,11 +96,11 @@ class Admission:
         held = self._held() if shares else None  # with thousands of short rows, looking would take longer than prefill
         self.slots[slot] = None  # from here on the slot's cache is not the old row's, also after an interrupt
         self.runner.follow(self.cache, slot, row.size - 1)
-        known = self.kept.restore(self.cache, slot, row.tokens) if self.kept else 0
+        known = self.kept.copy_into(self.cache, slot, row.tokens) if self.kept else 0
         if held is not None:
             if known > 0:  # the slot now holds what an earlier call kept instead of its last row
                 held.texts[slot] = NO_TEXT
-            known = held.restore(self.cache, slot, row.tokens, self._shared_step, known)
+            known = held.copy_into(self.cache, slot, row.tokens, known)
         self.cache.wipe(slot, known)
         return known
 
@@ -111,4 +111,4 @@ class Admission:
             return other.error is None and (other.alone or not self.shapes.exact)
 
         prompts = [row.ids[: len(row.prompt) - 1] if row and sound(row) else NO_TEXT for row in self.slots]
-        return KeptRows(self.cache, prompts)
+        return KeptRows(self.cache, prompts, self._shared_step)

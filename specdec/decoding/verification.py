@@ -214,7 +214,7 @@ class Verifier:
     record: also read p and q at drafted tokens
     top: with `record`, read details with the `top` most likely tokens per position; 0 = off
     logprobs: read the log-probability of each emitted token
-    observed: hidden states that drafters observe; None = none, empty = all
+    observed: layers whose hidden states drafters observe; None: nobody observes
     """
 
     runner: Runner

@@ -41,7 +41,7 @@ def make_drafters(strategies: Any, has_draft: bool) -> list[Any]:
 
     strategies: None = `draft-model` with a draft model, else `prompt-lookup`; a list (or a comma-separated string) of
     names, `name:key=value:key=value` texts, mappings with `name`, or objects with the drafter protocol. A name is one
-    of `STRATEGIES`, or `my_module:MyDrafter` for a class or function of one's own. Raises SpecdecError for an unknown
+    of `STRATEGIES`, or `my_module:MyDrafter` for a class or function of your own. Raises SpecdecError for an unknown
     strategy or option.
     """
     if strategies is None:
@@ -54,7 +54,7 @@ def make_drafters(strategies: Any, has_draft: bool) -> list[Any]:
 
 
 def tree_makers(drafters: Sequence[Any]) -> list[str]:
-    """Names of the strategies whose drafts can be trees."""
+    """List the names of strategies whose drafts can be trees."""
     return [d.name for d in drafters if d.makes_trees]
 
 
@@ -81,7 +81,7 @@ def parse_strategy(entry: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]
 
 
 def find_strategy(name: str) -> Callable[..., Any]:
-    """The class of a strategy, or the class or function behind `my_module:MyDrafter`. Raises SpecdecError."""
+    """Find the class of a strategy, or the class or function that `my_module:MyDrafter` names. Raises SpecdecError."""
     made = STRATEGIES[name] if name in STRATEGIES else find_object(name, STRATEGIES, "strategy")
     if not callable(made):
         raise SpecdecError(f"strategy {name!r} is not a drafter: expected a class or a function, got {made!r}")

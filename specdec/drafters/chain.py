@@ -1,8 +1,9 @@
 """The prioritised chain of strategies, with llama.cpp's semantics and counters.
 
-For every row that needs a draft the strategies are asked in order of priority; the first non-empty draft wins, and an
-empty one falls through to the next. Rows are served independently: one batch can carry drafts of several strategies.
-After the verify pass the winner is told how many tokens stood, and all others that another's draft was judged.
+For every row that needs a draft the strategies are asked in order of priority; the first non-empty draft wins, and
+after an empty one the next strategy is asked. Rows are served independently: one batch can carry drafts of several
+strategies. After the verify pass the winner is told how many tokens were accepted, and all others that another's draft
+was verified.
 
 As upstream: `n_call_draft` counts calls and not rows; a draft is truncated to the request's n_max after the strategy
 made it; the winner of a row is remembered until another strategy wins there, so that a round without a draft still
@@ -65,7 +66,7 @@ class Chain:
             self.counters[label].t_begin += time.perf_counter() - started
 
     def draft(self, requests: Sequence[DraftRequest], queued: int = 0) -> list[Draft]:
-        """One draft per request, in order; empty where no strategy had one. queued: prompts that wait for a slot."""
+        """Make one draft per request, in order; empty if no strategy had one. queued: prompts that wait for a slot."""
         drafts = [NO_DRAFT] * len(requests)
         waiting = list(range(len(requests)))
         if self.lengths is not None:
@@ -96,7 +97,7 @@ class Chain:
         return drafts
 
     def _asked(self, index: int, requests: dict[int, DraftRequest]) -> dict[int, DraftRequest]:
-        """The requests that a strategy gets: all of them, or those that automatic length gives it."""
+        """Return the requests that a strategy gets: all of them, or those that automatic length gives it."""
         if self.lengths is None:
             return requests
         asked = self.lengths.ask(index, requests)
@@ -118,9 +119,9 @@ class Chain:
         return replace(draft, drafter=self.labels[index])
 
     def _resolve(self, drafts: Sequence[Draft]) -> Sequence[Draft]:
-        """Fetch lengths that only the device knows, so that an empty draft can fall through to the next strategy.
+        """Fetch lengths that only the device knows, so that the next strategy can be asked after an empty draft.
 
-        This is the one case that costs a second host read a round; a strategy at the end of the chain never pays it.
+        Only this costs a second host read per round; the last strategy of a chain never pays it.
         """
         lengths = [d.length for d in drafts if d.length is not None]
         if not lengths:
@@ -130,7 +131,7 @@ class Chain:
 
     @property
     def observed_layers(self) -> tuple[int, ...] | None:
-        """The hidden states that the strategies observe, in order; None: nobody observes."""
+        """Layers whose hidden states the strategies observe, in order; None: nobody observes."""
         if not self.observers:
             return None
         asked = [d.observed_layers for d in self.observers]
@@ -146,19 +147,21 @@ class Chain:
 
     @property
     def can_pipeline(self) -> bool:
-        """Whether a strategy is alone, with a length of its own, and can start before the host knows the verdict."""
+        """True if one strategy is alone, with a fixed length, and can start before the host knows the verdict."""
         return self.lengths is None and len(self.drafters) == 1 and self.drafters[0].can_pipeline
 
     def pipeline(self, requests: Sequence[DraftRequest], accepted: Tensor, token: Tensor) -> bool:
-        """Let the strategy start the next drafts of the rows that have one with the target, by its verdict on the
-        device: accepted [B], token [B]. Only where it `can_pipeline`. Returns whether it did."""
+        """Let the strategy, if it `can_pipeline`, start the next drafts from the verdict on the device.
+
+        accepted [B], token [B]: the verdict. Returns True if it did.
+        """
         started = time.perf_counter()
-        went = self.drafters[0].pipeline(requests, accepted, token)
+        is_started = self.drafters[0].pipeline(requests, accepted, token)
         self.counters[self.labels[0]].t_draft += time.perf_counter() - started
-        return went
+        return is_started
 
     def settle(self, row: int, drafted: int) -> None:
-        """The host has learnt the length of a draft that only the device knew."""
+        """Count a draft whose length only the device knew."""
         if row in self.unsettled:
             self.unsettled.discard(row)
             self.drafted[row] = drafted
@@ -167,8 +170,12 @@ class Chain:
     def accept(
         self, row: int, n_accepted: int, path: Sequence[int] | None = None, drafted: int | None = None
     ) -> None:  # fmt: skip
-        """A round of `row` ended with `n_accepted` drafted tokens accepted; `path`: of a tree, which nodes; drafted:
-        how much of the draft lies before the end of the text (None: all)."""
+        """End a round of `row`.
+
+        n_accepted: how many drafted tokens were accepted
+        path: which nodes of a tree; None: a chain
+        drafted: how much of the draft comes before the end of the text; None: all
+        """
         drafted = self.drafted.get(row, 0) if drafted is None else drafted
         if self.lengths is not None:
             self.lengths.accept(row, self.winner.get(row), n_accepted, drafted)
@@ -190,8 +197,10 @@ class Chain:
                 drafter.accept(row, n_accepted, True)
 
     def count(self, row: int, n_accepted: int, drafted: int) -> None:
-        """Book what became of the row's open draft, if it has one. What was drafted behind the end of the text was
-        counted when it was made, and is taken back."""
+        """Count what was accepted of the row's open draft, if it has one.
+
+        What was drafted after the end of the text was counted when it was made, and is taken back.
+        """
         known = self.drafted.pop(row, None)
         if known is None or row in self.unsettled:
             self.unsettled.discard(row)
@@ -207,7 +216,7 @@ class Chain:
 
 
 def _checked(label: str, proposed: Any, expected: int) -> Sequence[Draft]:
-    """What a strategy returned, if it has the form that the protocol asks for. Raises SpecdecError."""
+    """Return a strategy's drafts. Raises SpecdecError if they break the protocol."""
     if not isinstance(proposed, Sequence) or len(proposed) != expected:
         got = f"{len(proposed)} drafts" if isinstance(proposed, Sequence) else type(proposed).__name__
         raise SpecdecError(f"strategy {label!r} returned {got} for {expected} requests")
@@ -230,7 +239,7 @@ def _checked(label: str, proposed: Any, expected: int) -> Sequence[Draft]:
 
 
 def _check_trees(drafter: Any, label: str, drafts: Sequence[Draft]) -> None:
-    """Raise SpecdecError for parents that are no tree, and for trees of a strategy that does not announce them."""
+    """Raise SpecdecError for parents that are no tree, and for trees of a strategy without `makes_trees`."""
     for draft in drafts:
         if draft.parents is None:
             continue
@@ -243,12 +252,12 @@ def _check_trees(drafter: Any, label: str, drafts: Sequence[Draft]) -> None:
         elif draft.parents.shape != (len(draft),) or draft.levels < 1:
             raise SpecdecError(
                 f"strategy {label!r} proposed {len(draft)} tokens with parents of shape {tuple(draft.parents.shape)} "
-                f"and levels={draft.levels}: give one parent a token, and how many levels the tree may have"
+                f"and levels={draft.levels}: give one parent per token, and how many levels the tree may have"
             )
 
 
 def _labels(drafters: Sequence[Drafter]) -> list[str]:
-    """Names, made unique: a second strategy of one name becomes `name#2`."""
+    """Make names unique: a second strategy of one name becomes `name#2`."""
     labels: list[str] = []
     for drafter in drafters:
         seen = sum(label.split("#")[0] == drafter.name for label in labels)
@@ -257,7 +266,7 @@ def _labels(drafters: Sequence[Drafter]) -> list[str]:
 
 
 def upstream_order(drafters: Sequence[Any]) -> list[Any]:
-    """Sorted as llama.cpp would build its chain; strategies it does not know keep their order, at the end."""
+    """Sort as llama.cpp builds its chain; strategies it does not know keep their order, at the end."""
 
     def rank(drafter: Any) -> int:
         return UPSTREAM_ORDER.index(drafter.name) if drafter.name in UPSTREAM_ORDER else len(UPSTREAM_ORDER)
@@ -266,6 +275,6 @@ def upstream_order(drafters: Sequence[Any]) -> list[Any]:
 
 
 def build_chain(drafters: Sequence[Any], context: DraftContext) -> Chain:
-    """Fresh drafters for one call."""
+    """Make a chain of fresh drafters for one call."""
     fresh = [as_drafter(as_drafter(d).fresh(context)) for d in drafters]
     return Chain(fresh, context.reader, context.separate)

@@ -1,7 +1,7 @@
-"""What passes cost: the table from which automatic draft length chooses (drafters/length.py, docs/automatic_length.md).
+"""Cost tables, from which automatic draft length chooses (drafters/length.py, docs/automatic_length.md).
 
-`nominal_costs` computes a table from the models' sizes, data types and kind of device: the same on every machine,
-so that a run can be repeated. `measure_costs` times this machine once; what it returns is frozen, and can be a file.
+`nominal_costs` computes a table from the models' sizes, data types and kind of device: the same on every machine, so
+that a run can be repeated. `measure_costs` times this machine once; its table is frozen, and can be a file.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import yaml
@@ -22,23 +22,20 @@ from specdec.files.texts import as_path, is_file, read_json, read_yaml, write_at
 from specdec.models.quantised import weight_of
 from specdec.models.runner import Runner
 
-if TYPE_CHECKING:
-    pass
-
 Table = tuple[tuple[tuple[float, ...], ...], ...]
 
 WIDTHS = (1, 2, 3, 5, 9, 13, 17)
 CONTEXTS = (128, 1024)
 MANY = 4  # tokens
-AROUND = 5e-5  # what chain and engine do around a call
+AROUND = 5e-5  # seconds that chain and engine take around a call
 SOURCES = ("nominal", "measured")
-CALL_SECONDS = 5e-5 + AROUND  # of a strategy that was not timed, a row
+CALL_SECONDS = 5e-5 + AROUND  # per row, of a strategy that was not timed
 SUFFIX_SECONDS = 3e-4
 
 
 def check_axes(batches: Sequence[int], contexts: Sequence[int], widths: Sequence[int], least_context: int = 0) -> None:
-    """Raise SpecdecError unless a table can have these batches, contexts and widths: whole numbers that ascend, batches
-    and widths from 1, widths at least two."""
+    """Raise SpecdecError unless these are a table's axes: ascending whole numbers, batches and widths from 1, at least
+    two widths."""
     axes = (("batches", batches, 1, 1), ("contexts", contexts, least_context, 1), ("widths", widths, 1, 2))
     for name, given, first, least in axes:
         check_sequence(name, given)
@@ -51,17 +48,23 @@ def check_axes(batches: Sequence[int], contexts: Sequence[int], widths: Sequence
 
 
 def check_sequence(name: str, values: Any) -> None:
+    """Raise SpecdecError for anything but a sequence."""
     if isinstance(values, str) or not isinstance(values, Sequence):
         raise SpecdecError(f"costs: {name} must be a sequence of whole numbers, got {values!r}")
 
 
 @dataclass(frozen=True)
 class CostTable:
-    """Seconds, by batch, context and width in tokens. Raises SpecdecError for a table of another form.
+    """Seconds of passes by batch, context and width. Raises SpecdecError for a table of another form.
 
-    target, draft: [batches][contexts][widths], of one pass (draft: None = no draft model); round: of a round beside its
-    passes; calls: of one row's call of a strategy without a model, by name; device: in words; source: "nominal" or
-    "measured".
+    target, draft: seconds of one pass, [batches][contexts][widths]; draft is None without a draft model
+    batches: rows, ascending from 1
+    contexts: tokens of the text, ascending
+    widths: tokens per row, ascending from 1
+    round: seconds of a round without its passes
+    calls: seconds of one row's call of a strategy without a model, by name
+    device: in words
+    source: "nominal" or "measured"
     """
 
     target: Table
@@ -102,11 +105,11 @@ class CostTable:
         return tuple(tuple(tuple(row) for row in block) for block in array.tolist())
 
     def seconds(self, role: str, batch: int, context: int, width: int) -> float:
-        """One pass of `role` ("target" or "draft") over `width` tokens of each of `batch` rows at `context` tokens.
+        """Return seconds of one pass of `role` ("target" or "draft") over `width` tokens in each of `batch` rows.
 
-        Between entries linear. Beyond the largest batch or width a pass costs what as many tokens in one row would,
-        in a straight line through the two widest entries. Raises SpecdecError for another role, a table without a draft
-        model, and no rows.
+        Linear between entries. Beyond the largest batch or width a pass costs what as many tokens in one row would, on
+        the line through the two widest entries. Raises SpecdecError for another role, a table without a draft model,
+        and no rows.
         """
         if role not in ("target", "draft") or batch < 1:
             raise SpecdecError(f"costs: expected target or draft and one row or more, got {role!r}, {batch!r}")
@@ -119,17 +122,17 @@ class CostTable:
         return float(np.interp(context, self.contexts, column))
 
     def call(self, name: str) -> float:
-        """Seconds of one row's call of a strategy without a model."""
+        """Return seconds of one row's call of a strategy without a model."""
         return self.calls.get(name, SUFFIX_SECONDS if name == "suffix" else CALL_SECONDS)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data."""
         made: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         return made
 
     @staticmethod
     def from_dict(data: Any, where: str = "costs") -> CostTable:
-        """The table that `to_dict` wrote. Raises SpecdecError for anything else."""
+        """Read the table that `to_dict` wrote. Raises SpecdecError for anything else."""
         known = {f.name for f in fields(CostTable)}
         if not isinstance(data, Mapping) or "target" not in data or not set(data) <= known:
             raise SpecdecError(f"{where}: not a cost table; its keys are {', '.join(sorted(known))}")
@@ -143,7 +146,7 @@ class CostTable:
 
     @staticmethod
     def load(path: str | Path) -> CostTable:
-        """A file of `save`. Raises SpecdecError for a missing file, or one that holds no cost table."""
+        """Read a file of `save`. Raises SpecdecError for a missing file, or one without a cost table."""
         file = as_path(path, "costs")
         if not is_file(file):
             raise SpecdecError(f"costs: {path} cannot be read: there is no such file")
@@ -156,7 +159,7 @@ def _is_yaml(path: Path) -> bool:
 
 
 def as_costs(value: Any) -> CostTable | None:
-    """A table as users give it: None, a CostTable, its plain data, or the path of a file."""
+    """Read a table as users give it: None, a CostTable, its plain data, or the path of a file. Raises SpecdecError."""
     if value is None or isinstance(value, CostTable):
         return value
     if isinstance(value, Mapping):
@@ -178,9 +181,14 @@ def _line(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class _Machine:
-    """bandwidth: bytes a second; arithmetic: operations a second; layer: seconds of a layer beside them; launch: a
-    layer's least, because the host starts its kernels one by one; repeat: part of the weights that passes of MANY
-    tokens and more read again, because their products take another kernel."""
+    """A kind of device.
+
+    bandwidth: bytes per second
+    arithmetic: operations per second
+    layer: seconds of a layer in addition
+    launch: a layer's least seconds, because the host starts its kernels one by one
+    repeat: part of the weights that passes of MANY tokens and more read again, by another kernel
+    """
 
     bandwidth: float
     arithmetic: float
@@ -189,7 +197,7 @@ class _Machine:
     repeat: float = 0.0
 
     def seconds(self, runner: Runner, tokens: Sequence[int]) -> tuple[float, ...]:
-        """Passes of so many tokens: every weight is read, and every token takes two operations a weight."""
+        """Return seconds of passes of `tokens`: every weight is read, and a token takes two operations per weight."""
         head = runner.model.get_output_embeddings()
         table = weight_of(runner.model.get_input_embeddings())
         tied = head is None or weight_of(head) is table
@@ -215,7 +223,7 @@ _ROUND = 1.5e-3
 
 
 def nominal_costs(target: Runner, draft: Runner | None = None) -> CostTable:
-    """A table computed from sizes, data types and kind of device: the same wherever the models are the same."""
+    """Compute a table from sizes, data types and kind of device: the same wherever the models are the same."""
     widths = (1, MANY - 1, MANY, 17)
 
     def table(runner: Runner) -> Table:
@@ -232,13 +240,16 @@ def nominal_costs(target: Runner, draft: Runner | None = None) -> CostTable:
 def costs_for(
     drafters: Sequence[Any], chosen: Sequence[bool], given: CostTable | None, target: Runner, draft: Runner | None
 ) -> CostTable:
-    """What the lengths of these strategies are chosen from. Raises SpecdecError where the draft model is not in it."""
+    """Return the table from which lengths are chosen. Raises SpecdecError if it lacks the draft model they need.
+
+    chosen: the strategies whose length is automatic
+    """
     check_costs(drafters, chosen, given)
     return given or nominal_costs(target, draft)
 
 
 def check_costs(drafters: Sequence[Any], chosen: Sequence[bool], given: CostTable | None) -> None:
-    """Raise SpecdecError where a draft model's length is chosen from a table without one."""
+    """Raise SpecdecError if a draft model's length is chosen from a table without one."""
     model = any(a and d.uses_draft_model for d, a in zip(drafters, chosen, strict=True))
     if given is not None and model and given.draft is None:
         raise SpecdecError("costs: the table has no draft model, and the length of draft-model is automatic")

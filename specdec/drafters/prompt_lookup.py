@@ -1,8 +1,7 @@
 """prompt-lookup: propose what followed the last occurrence of the newest n-gram.
 
 Source: prompt lookup decoding (Saxena 2023); transformers' `prompt_lookup_num_tokens`, vLLM's n-gram speculation.
-Parameters: `ngram_max` / `ngram_min` tokens to match, the longest match first; `n_max` tokens to propose; `match`:
-the "latest" or the "earliest" occurrence. Cost: one scan of the row's ids for the newest token, a round.
+Cost: one scan of the row's ids for the newest token per round.
 """
 
 from __future__ import annotations
@@ -18,7 +17,12 @@ from specdec.errors import SpecdecError
 
 @dataclass
 class PromptLookup(RowDrafter):
-    """Longest n-gram first; stateless. Raises SpecdecError for parameters out of range."""
+    """Proposes what followed the longest match; stateless. Raises SpecdecError for parameters out of range.
+
+    n_max: most tokens to propose
+    ngram_max, ngram_min: tokens to match, the longest match first
+    match: the "latest" or the "earliest" occurrence
+    """
 
     n_max: int = 4
     ngram_max: int = 3

@@ -1,13 +1,13 @@
-"""recycling: a table of each token's likeliest successors, as the target last saw them, proposes a tree.
+"""recycling: a tree from a table of each token's likeliest successors, as the target last computed them.
 
 Source: Token Recycling (Luo et al. 2024). Every verify pass computes distributions at all fed tokens, also at rejected
 ones, and their best tokens are usually thrown away. Here they are kept: row t of the table holds the `width` best
 tokens after the newest t. A draft looks the newest token up, then its successors, and so on, along a fixed tree.
 
-The tree has the `nodes` nodes that are likeliest if the k-th successor is right with probability `RIGHT[k]`, whatever
-came before; it never changes, and nothing but the table is read, so a draft costs no pass and no host read. A prompt
-fills the table with its own successors, the newest first. Each row has a table of its own, unless `shared` is on: then
-rows draft from what other rows have seen, and with `keep_state` from earlier calls.
+The tree has the `nodes` nodes that are likeliest if the k-th successor is right with probability `RIGHT[k]`,
+independently; it never changes, and only the table is read, so a draft costs no pass and no host read. A prompt fills
+the table with its own successors, the newest first. Each row has its own table, unless `shared` is on: then rows draft
+from what other rows have seen, and with `keep_state` from earlier calls.
 
 A table takes vocabulary x width x 4 bytes (1.6 MB for 50,000 tokens and 8 successors).
 """
@@ -31,7 +31,7 @@ from specdec.errors import SpecdecError
 from specdec.models.runner import PassOutput
 from specdec.models.trees import MISSING, depths_of
 
-# How often the k-th successor is right, about: what shapes the tree. A longer list goes on by halves.
+# About how often the k-th successor is right, which shapes the tree; later ones half as often each.
 RIGHT = (0.45, 0.14, 0.08, 0.05, 0.035, 0.025, 0.02, 0.015)
 EMPTY = -1  # in the table: no successor
 
@@ -45,7 +45,7 @@ class Template(NamedTuple):
 
 @lru_cache(maxsize=16)
 def template(nodes: int, width: int, depth: int) -> Template:
-    """The `nodes` likeliest places of a tree of at most `depth` levels and `width` children a node."""
+    """Find the `nodes` likeliest places of a tree of at most `depth` levels and `width` children per node."""
     right = [RIGHT[k] if k < len(RIGHT) else RIGHT[-1] * 0.5 ** (k - len(RIGHT) + 1) for k in range(width)]
     chosen: list[tuple[int, ...]] = []  # paths of ranks
     waiting: list[tuple[float, tuple[int, ...]]] = [(-right[0], (0,))]
@@ -63,8 +63,14 @@ def template(nodes: int, width: int, depth: int) -> Template:
 
 @dataclass
 class TokenRecycling(Drafter):
-    """nodes: of the tree; width: successors kept of each token; depth: most levels. Raises SpecdecError for parameters
-    out of range."""
+    """A fixed tree from a table of successors.
+
+    nodes: of the tree
+    width: successors kept of each token
+    depth: most levels
+    shared: one table for all rows
+    Raises SpecdecError for parameters out of range.
+    """
 
     nodes: int = 80
     width: int = 8
@@ -110,7 +116,7 @@ class TokenRecycling(Drafter):
         return made
 
     def _tables(self, device: torch.device) -> Tensor:
-        """The table of each row; of token V, which is none, padding writes the successors."""
+        """Return the table of each row; padding writes into the entry of token V, which does not exist."""
         if self._table is None or self._table.device != device:
             rows = 1 if self.shared else self._context.batch
             shape = (rows, self._context.vocab_size + 1, self.width)
@@ -118,7 +124,7 @@ class TokenRecycling(Drafter):
         return self._table
 
     def _of(self, rows: Tensor) -> Tensor:
-        """Which table serves each row."""
+        """Return the index of each row's table."""
         return torch.zeros_like(rows) if self.shared else rows
 
     def begin(self, row: int, prompt: Tokens) -> None:
@@ -144,7 +150,7 @@ class TokenRecycling(Drafter):
         token = torch.where(real & (fed < vocab), fed, vocab)
         rows = self._of(torch.arange(len(fed), device=fed.device) + output.first_row)[:, None].expand_as(fed)
         flat = (rows * (vocab + 1) + token).flatten()
-        # A token that was fed twice keeps what came of it last; writes to one place have no order on a GPU.
+        # A token that was fed twice keeps its last successors; writes to one place have no order on a GPU.
         again = (flat[:, None] == flat).triu(1).any(dim=1)
         flat = torch.where(again, rows.flatten() * (vocab + 1) + vocab, flat)
         tables.view(-1, self.width)[flat, : best.shape[-1]] = best.flatten(0, 1).to(torch.int32)
@@ -160,8 +166,10 @@ class TokenRecycling(Drafter):
 
 
 def look_up(tables: Tensor, rows: Tensor, newest: Tensor, shape: Template) -> Tensor:
-    """The tree's tokens after each row's newest one: tables [T, V + 1, W], rows and newest [n] -> [n, nodes], `MISSING`
-    where the table knows no successor."""
+    """Look up the tree's tokens after each row's newest one: tables [T, V + 1, W], rows and newest [n] -> [n, nodes].
+
+    `MISSING` where the table has no successor.
+    """
     depths, missing = depths_of(shape.parents), tables.shape[1] - 1  # that row of a table is never looked up
     parents = to_device(list(shape.parents), tables.device)
     ranks = to_device(list(shape.ranks), tables.device)
@@ -175,8 +183,8 @@ def look_up(tables: Tensor, rows: Tensor, newest: Tensor, shape: Template) -> Te
 
 
 def successors_of(ids: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens [n], successors [n, width]): of every token of a text what followed it, the newest first, `EMPTY` where
-    there are fewer."""
+    """Return (tokens [n], successors [n, width]): what followed every token of a text, the newest first, padded with
+    `EMPTY`."""
     known: dict[int, list[int]] = {}
     for token, following in zip(ids[-2::-1].tolist(), ids[:0:-1].tolist(), strict=True):
         found = known.setdefault(token, [])

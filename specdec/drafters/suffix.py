@@ -1,24 +1,21 @@
-"""suffix: everything written so far votes on what comes next, the more its context agrees the louder.
+"""suffix: earlier positions vote on the next token, weighted by how long their context agrees.
 
-Source: the idea of SuffixDecoding (Oliaro et al. 2024) and SAM decoding (Hu et al. 2024), with a suffix array that
-grows in place of their tree and automaton (suffix_index.py). The earlier positions whose contexts agree longest with
-the row's end are found, in the row's own text and in a *store* of other texts, if there is one. Each votes for the
-token that followed it; a vote weighs `order_weight` to the power of the number of agreeing tokens, and less with age:
-half at `half_age` tokens, a third at twice that. Positions that agree but for the newest token vote too, as if they
-agreed in `gap_cost` tokens fewer (None: they do not): a copy goes on after one word was changed. The winner is
-drafted, those who voted otherwise leave, and so on: the draft goes down the most likely branch of the suffix tree. A
-vote that reaches the end of the row goes on in the draft itself, so that a loop is drafted for as long as it may be.
+Source: the idea of SuffixDecoding (Oliaro et al. 2024) and SAM decoding (Hu et al. 2024), with a growing suffix array
+in place of their tree and automaton (suffix_index.py). The earlier positions whose contexts agree longest with the
+row's end are found, in the row's own text and in a *store* of other texts, if there is one. Each votes for the token
+that followed it; a vote weighs `order_weight` to the power of the number of agreeing tokens, and less with age: half at
+`half_age` tokens, a third at twice that. Positions that agree except in the newest token vote too, as if they agreed in
+`gap_cost` tokens fewer (None: they do not): so a copy continues after one word was changed. The winner is drafted,
+those who voted otherwise leave, and so on: the draft follows the most likely branch of the suffix tree. A vote that
+reaches the end of the row continues in the draft itself, so that a loop is drafted as long as it may be.
 
 *Adaptive length*: a token with the share s of the votes, whose best voter agrees in n tokens by then, is taken to be
-right with probability s * n / (n + `novelty`); the draft ends where the product of these falls below `p_min` (0:
-never). On texts that no published figure uses the product was within 0.07 of the observed frequency.
+right with probability s * n / (n + `novelty`); the draft ends where the product of these is below `p_min` (0: never).
+On texts that no published figure uses the product was within 0.07 of the observed frequency. The defaults were chosen
+on those texts too: continuations of HumanEval and GSM8K prompts.
 
-Parameters: `n_max` most tokens to propose (8); `depth` most context tokens compared (16); `voters` positions asked
-(8); `store` a `SuffixStore`; `remember`: rows enter the store when they end. The defaults were chosen on
-those texts too: continuations of HumanEval and GSM8K prompts.
-
-Cost: one binary search a segment and some vector operations over the voters, whatever the row's length. Memory: see
-suffix_index.py; the row's own buffer is at most 16 bytes a token.
+Cost: one binary search per segment and some vector operations over the voters, for any length of row. Memory: see
+suffix_index.py; the row's own buffer is at most 16 bytes per token.
 """
 
 from __future__ import annotations
@@ -37,7 +34,16 @@ from specdec.errors import SpecdecError
 
 @dataclass
 class Suffix(RowDrafter):
-    """State: an index a row. Raises SpecdecError for parameters out of range."""
+    """State: an index per row. Raises SpecdecError for parameters out of range.
+
+    n_max: most tokens to propose
+    p_min, novelty: adaptive length; p_min 0 = off
+    depth: most context tokens that are compared
+    voters: how many positions vote
+    order_weight, half_age, gap_cost: weights of votes, the last two in tokens
+    store: a `SuffixStore`; None: the row's own text alone
+    remember: rows enter the store when they end
+    """
 
     n_max: int = 8
     p_min: float = 0.0
@@ -68,8 +74,11 @@ class Suffix(RowDrafter):
         self._orders, self._loudness = self._tables()
 
     def _tables(self) -> tuple[list[float], np.ndarray]:
-        """By the tokens that agree: how many they count as, and the weight of the vote before it fades (below zero:
-        none), 2 * depth + 1 each. From depth + 1 on for positions that skip the newest token, which is counted."""
+        """Build two tables by the number of agreeing tokens, [2 * depth + 1] each.
+
+        The first: how many tokens they count as. The second: the weight of the vote before it fades; below zero: no
+        vote. Entries from depth + 1 on are for positions that skip the newest token, which is counted.
+        """
         agreeing = np.concatenate([np.arange(self.depth + 1), np.arange(self.depth)])
         orders = agreeing - np.repeat([0.0, self.gap_cost or 0.0], [self.depth + 1, self.depth])
         return orders.tolist(), np.where(agreeing > 0, float(self.order_weight) ** np.minimum(orders, _LOUDEST), -1.0)
@@ -91,11 +100,11 @@ class Suffix(RowDrafter):
         return {**shown, "store": None if self.store is None else f"{self.store.size} tokens"}
 
     def row_bytes(self, row: int) -> int:
-        """Bytes of a row's index."""
+        """Return the bytes of a row's index."""
         return self._rows[row].nbytes if row in self._rows else 0
 
     def begin(self, row: int, prompt: Tokens) -> None:
-        """Start over, or go on where the prompt extends what the row holds."""
+        """Start over, or continue if the prompt extends what the row holds."""
         tokens, index = as_array(prompt), self._rows.get(row)
         if index is None or not index.begins(tokens):
             self._retire(row)
@@ -122,20 +131,20 @@ class Suffix(RowDrafter):
             index.extend([request.last])
             index.file()
         limit = request.limit(self.n_max)
-        return self._descend(self._voters(index, limit), limit)
+        return self._follow_majority(self._voters(index, limit), limit)
 
     def _voters(self, index: SuffixIndex, limit: int) -> list[Voter]:
-        """The positions that have a say, in the row and in the store."""
+        """Find the positions that vote, in the row and in the store."""
         found = self._found(index, index.newest(), limit, 0)
         if self.store is not None:
             found += self._found(self.store.index, index.newest(), limit, index.size)
         return found
 
     def _found(self, source: SuffixIndex, query: np.ndarray, limit: int, older: int) -> list[Voter]:
-        """The loudest voters of one index; older: what to add to their age, 0 for the row's own."""
+        """Find the voters of most weight in one index; older: tokens to add to their age, 0 for the row's own."""
         queries = [(query, self.voters)]
         if self.gap_cost is not None and len(query) > 1:
-            # The row's end agrees with itself but for the newest token: one more is asked, and it drops out.
+            # The row's end agrees with itself except in the newest token: one more is asked, and it drops out.
             queries.append((query[1:], self.voters + 1))
         nearest = source.nearest(queries)
         for others in nearest[1:]:
@@ -157,18 +166,18 @@ class Suffix(RowDrafter):
             found.append((tokens, weight, agreement))
         return found[: 2 * self.voters]
 
-    def _descend(self, voters: list[Voter], limit: int) -> list[int]:
-        """Follow the majority, token by token; equal weights: the first voter's choice."""
+    def _follow_majority(self, voters: list[Voter], limit: int) -> list[int]:
+        """Draft the majority's choice, token by token; equal weights: the first voter's choice."""
         drafted: list[int] = []
         certainty = 1.0
-        heard = 0  # how many voters were left when they were last seen to differ
+        differing = 0  # how many voters were left when they last differed
         for i in range(limit):
-            if not self.p_min and len(voters) != heard:
+            if not self.p_min and len(voters) != differing:
                 if _agree(voters, i):
                     rest = (drafted[-2 - t] if t < -1 else t for t in voters[0][0][i:])
                     drafted += itertools.takewhile(lambda t: t >= 0, rest)
                     break
-                heard = len(voters)
+                differing = len(voters)
             tally: dict[int, float] = {}
             choices = []
             for following, weight, _ in voters:
@@ -191,13 +200,13 @@ class Suffix(RowDrafter):
 
 
 def _agree(voters: list[Voter], start: int) -> bool:
-    """Whether everybody saw the same from token `start` on."""
+    """True if all voters saw the same from token `start` on."""
     first = voters[0][0][start:] if voters else []
     return bool(voters) and all(following[start:] == first for following, _, _ in voters)
 
 
 Voter = tuple[list[int], float, int]
-"""What it saw next (an entry below zero is no token: -1 = the end of a text, -2 - i = the i-th token of the draft),
-the weight of its vote, and the place of its agreement in the tables."""
+"""(tokens it saw next, the weight of its vote, the index of its agreement in the tables). An entry below zero is no
+token: -1 = the end of a text, -2 - i = the i-th token of the draft."""
 
 _LOUDEST = 40  # agreement beyond this adds nothing: float64 has its limits

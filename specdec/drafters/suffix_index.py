@@ -1,18 +1,18 @@
-"""An index of everything that has been written, sorted by what came before: the structure behind `suffix`.
+"""The index of `suffix`: positions of a text sorted by the tokens before them.
 
 A *suffix array over reversed contexts*, kept as a log of sorted segments. Position j of a text is filed under the
-tokens that end with it, read backwards: t[j], t[j - 1], ... Positions with equal contexts lie side by side, and those
-that agree with the newest context in most tokens are the neighbours of the place where it would be inserted: one
-binary search, whatever the size of the text.
+tokens that end with it, read backwards: t[j], t[j - 1], ... Positions with equal contexts are adjacent, and those that
+agree with the newest context in most tokens are the neighbours of the place where it would be inserted: one binary
+search, for any size of text.
 
 New positions are first kept unsorted (at most `TAIL` of them, looked through one by one), then sorted into a segment;
-segments of similar size are merged, so there are O(log L) of them and a token is sorted O(log L) times in its life. A
-prompt becomes one segment at once, by prefix doubling in numpy.
+segments of similar size are merged, so there are O(log L) of them and a token is sorted O(log L) times. A prompt
+becomes one segment at once, by prefix doubling in numpy.
 
 Contexts are compared over at most `depth` tokens. The ids are stored once, reversed and as big-endian 32-bit numbers,
-so that comparing bytes compares tokens: to numpy a context is a string of bytes, and what sorts and searches strings
-sorts and searches contexts. Memory: 4 bytes a token for the id and 8 for its place in the order, 4 once frozen; the
-buffer of a text that is still growing has up to as much again in reserve.
+so that comparing bytes compares tokens: to numpy a context is a string of bytes, which it can sort and search. Memory:
+4 bytes per token for the id and 8 for its place in the order, 4 once frozen; the buffer of a growing text has up to as
+much again in reserve.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ _NO_TOKEN = np.array([0xFFFFFFFE], dtype=">u4").view(np.uint32)  # ends a query:
 
 @dataclass
 class _Segment:
-    """The positions from `start` on in the order of their contexts, int64 or int32 [n], counted from `start`."""
+    """Positions in the order of their contexts: `order`, int64 or int32 [n], counted from `start`."""
 
     start: int
     order: np.ndarray
 
     def of(self, contexts: np.ndarray) -> np.ndarray:
-        """The contexts of these positions, unsorted; a view."""
+        """Return the contexts of these positions, unsorted; a view."""
         return contexts[self.start : self.start + len(self.order)]
 
     def places(self, contexts: np.ndarray, wanted: np.ndarray) -> list[int]:
-        """How many of them are before each of the wanted ones, bytes [m]."""
+        """Count the contexts before each of `wanted`, bytes [m]."""
         own = self.of(contexts)
         if self.order.dtype == np.intp:
             places: list[int] = own.searchsorted(wanted, sorter=self.order).tolist()
@@ -85,15 +85,15 @@ class SuffixIndex:
         return self.buffer[self.capacity - self.size : self.capacity]
 
     def tokens(self) -> np.ndarray:
-        """The text, int64 [size]."""
+        """Return the text, int64 [size]."""
         return self._reversed[::-1].astype(np.int64)
 
     def begins(self, tokens: np.ndarray) -> bool:
-        """Whether the text is a beginning of `tokens`."""
+        """True if the text is a prefix of `tokens`."""
         return self.size <= len(tokens) and bool((self._reversed[::-1] == tokens[: self.size]).all())
 
     def newest(self) -> np.ndarray:
-        """The last `depth` tokens as they are stored, the newest first: a query."""
+        """Return the last `depth` tokens as they are stored, the newest first: a query."""
         start = self.capacity - self.size
         return self.words[start : min(start + self.depth, self.capacity)]
 
@@ -107,7 +107,7 @@ class SuffixIndex:
         self.size += n
 
     def file(self) -> None:
-        """Sort what has grown into the segments, except a tail that is cheaper to look through."""
+        """Sort new positions into the segments, except a tail that is cheaper to look through."""
         end = self.size - 1
         if end - self.filed <= TAIL:
             return
@@ -124,21 +124,21 @@ class SuffixIndex:
         self._segments.append(_Segment(start, fresh))
 
     def freeze(self) -> None:
-        """Give back the reserve and sort everything into one segment: 8 bytes a token from here on."""
+        """Give back the reserve and sort everything into one segment: 8 bytes per token from here on."""
         self._grow(self.size)
         self.filed = max(0, self.size - 1)
         self._segments = [_Segment(0, self._sorted_by_doubling(self.filed).astype(np.int32))] if self.filed else []
 
     def candidates(self, query: np.ndarray, most: int) -> np.ndarray:
-        """Positions int64 [n], in no order, with the `most` among them whose contexts agree longest with `query`.
+        """Find positions int64 [n], in no order, among them the `most` whose contexts agree longest with `query`.
 
-        query: newest tokens as `newest` gives them, or without the newest few. Positions without any agreement may
-        be among them.
+        query: newest tokens as `newest` returns them, or without the newest few
+        Positions without any agreement may be among them.
         """
         return self.nearest([(query, most)])[0] if len(query) else np.empty(0, dtype=np.int64)
 
     def nearest(self, queries: Sequence[tuple[np.ndarray, int]]) -> list[np.ndarray]:
-        """`candidates` of several (query, most) at once."""
+        """Find `candidates` of several (query, most) at once."""
         if self.size < 2:
             return [np.empty(0, dtype=np.int64)] * len(queries)
         width = _BYTES * self.depth
@@ -155,8 +155,10 @@ class SuffixIndex:
         return [np.concatenate(pieces) for pieces in found]
 
     def agreement(self, positions: np.ndarray, query: np.ndarray, gaps: int = 0) -> np.ndarray:
-        """In how many tokens the contexts of positions agree with the query, int64 [n]; in the last `gaps` of them
-        the newest token counts as agreeing."""
+        """Count the tokens in which the contexts of positions agree with the query, int64 [n].
+
+        In the last `gaps` of them the newest token counts as agreeing.
+        """
         query = np.concatenate([query[: self.depth], _NO_TOKEN])
         windows = self.windows[positions].view(np.uint32).reshape(len(positions), self.depth + 1)
         same = windows[:, : len(query)] == query
@@ -165,9 +167,9 @@ class SuffixIndex:
         return length
 
     def successors(self, positions: np.ndarray, n: int) -> np.ndarray:
-        """The n tokens that follow each position, int32 [len(positions), n]; -1 beyond the end of the text."""
+        """Return the n tokens that follow each position, int32 [len(positions), n]; -1 past the end of the text."""
         at = (self.capacity - 2 - positions)[:, None] - np.arange(n)
-        return self.buffer.view(">i4").take(at, mode="clip")  # the separator is -1, and one stands first
+        return self.buffer.view(">i4").take(at, mode="clip")  # the separator is -1, and the first entry is one
 
     def _grow(self, needed: int) -> None:
         capacity = needed + 1 if needed <= self.size else max(needed + 1, 2 * self.capacity, 1024)
@@ -176,8 +178,12 @@ class SuffixIndex:
         self.buffer[capacity - self.size : capacity] = text
 
     def _allocate(self, capacity: int) -> None:
-        """Room for `capacity` - 1 tokens: the bytes, and views of them. `words` are tokens in the machine's own byte
-        order, to compare; `contexts` are those of all positions, as bytes, and `windows` have one token more."""
+        """Make room for `capacity` - 1 tokens: the bytes, and views of them.
+
+        words: tokens in the machine's own byte order, to compare
+        contexts: those of all positions, as bytes
+        windows: the same with one token more
+        """
         self.capacity = capacity
         raw = bytearray(b"\xff") * (_BYTES * (capacity + self.depth + 1))  # separators
         self.buffer = np.frombuffer(raw, dtype=">u4")
@@ -187,14 +193,14 @@ class SuffixIndex:
         self.contexts = np.ndarray((capacity,), f"S{_BYTES * self.depth}", raw, start, (-_BYTES,))
 
     def _sorted_by_doubling(self, end: int) -> np.ndarray:
-        """Positions 0..end - 1 by context, int64: ranks by 1, 2, 4, ... tokens until all differ or `depth` is reached.
+        """Sort positions 0..end - 1 by context, int64: rank by 1, 2, 4, ... tokens until all differ or `depth` is met.
 
         Source: Manber and Myers 1990, with numpy's sort.
         """
         contexts = Occurrences(self.tokens()[:end])
         seen = 1
         while seen < self.depth and len(contexts.first) < end:
-            before = np.full(end, end)  # beyond the text's start lies the separator, the largest of all
+            before = np.full(end, end)  # before the text's start is the separator, the largest of all
             before[seen:] = contexts.rank[:-seen]
             contexts = Occurrences(contexts.rank * (end + 1) + before)
             seen *= 2
@@ -202,10 +208,10 @@ class SuffixIndex:
 
 
 class SuffixStore:
-    """Earlier texts that the `suffix` strategy may draw on, in one index; several drafters may share a store.
+    """Earlier texts for the `suffix` strategy, in one index; several drafters may share a store.
 
-    texts: rows of ids to begin with; depth: most context tokens compared. `freeze` packs it to 8 bytes a token (more
-    texts can be added all the same).
+    texts: rows of ids to begin with
+    depth: most context tokens that are compared
     """
 
     def __init__(self, texts: Iterable[Tokens] = (), depth: int = 32):
@@ -227,9 +233,10 @@ class SuffixStore:
         return self.index.nbytes
 
     def add(self, text: Tokens) -> None:
-        """Add a text; no context and no continuation reaches over its ends."""
+        """Add a text; no context and no continuation crosses its ends."""
         self.index.extend(np.append(as_array(text), SEPARATOR))
         self.index.file()
 
     def freeze(self) -> None:
+        """Pack to 8 bytes per token; texts can still be added."""
         self.index.freeze()

@@ -50,8 +50,10 @@ def ragged_attention(
 ) -> tuple[Tensor, None]:
     """Grouped-query attention without `repeat_kv`; returns `[B, S, H, D_v]` and no weights.
 
-    `softcap` (Gemma 2) and `s_aux` (attention sinks, GPT-OSS) are the keywords under which transformers' models pass
-    them. Dropout is never applied: this function only serves inference. `fused`: by torch's fused kernel, where it can.
+    softcap: Gemma 2's, by the keyword of transformers' models
+    s_aux: attention sinks (GPT-OSS), likewise
+    fused: use torch's fused kernel where possible
+    Dropout is never applied: this function only serves inference.
     """
     batch, heads, length, width = query.shape
     groups = heads // key.shape[1]
@@ -96,12 +98,13 @@ def _plain_attention(
 
 
 def _summed_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
-    """The same with scores as sums of products, for compiled code and a few queries only: the compiler makes reductions
-    of them that take in what surrounds them, where a matrix product of a few rows is a kernel that is mostly idle.
-    Eagerly they would be huge.
+    """Compute attention with scores as sums of products, for compiled code and a few queries only.
 
-    Not so the values: they are summed over an axis that does not lie close together. For that the compiler picks one
-    of several kernels by a trial, and its pick was at times ten times slower than the best (docs/speed.md)."""
+    The compiler fuses such sums with what surrounds them, while a matrix product of a few rows is a kernel that is
+    mostly idle. Eagerly the products would be huge. The values stay a matrix product: they are summed over an axis that
+    is not contiguous, for which the compiler picks a kernel by a trial, at times one ten times slower than the best
+    (docs/speed.md).
+    """
     weights = (query[:, :, :, None].float() * key[:, :, None].float()).sum(dim=-1) * scaling  # [B, H_kv, G * S, L]
     if mask is not None:
         weights = weights + mask
@@ -117,7 +120,7 @@ for _name, _attention in ((RAGGED, ragged_attention), (MATMUL, matmul_attention)
 
 
 def check_attention(name: str | None) -> str:
-    """The attention implementation to run with: `None` = specdec's own. Others by transformers' names.
+    """Return the attention implementation to run with: None = specdec's own, else one of transformers' names.
 
     Raises SpecdecError for kernels that take no 4D mask (flash-attention 2 ignores or rejects it).
     """
@@ -131,17 +134,17 @@ def check_attention(name: str | None) -> str:
 
 
 def fastest(device_type: str, queries: int, kv_len: int) -> str:
-    """The faster of specdec's own two for a pass of `queries` folded queries a K/V head, all rows together.
+    """Return the faster of specdec's own two. queries: folded queries per K/V head, all rows together.
 
-    The fused kernel splits the queries among a GPU's processors, but not the keys: few queries on long texts leave
-    most of them idle. Many of them make the scores that the products must write and read again large. Measured on an
-    H100 (docs/speed.md). A rule and not a trial, because in half precision another choice is another text.
+    The fused kernel splits the queries among a GPU's processors, but not the keys: few queries on long texts leave most
+    of them idle. With many queries the scores, which the products write and read again, are large. Measured on an H100
+    (docs/speed.md). A rule and not a trial, because in half precision another choice is another text.
     """
     return MATMUL if device_type == "cuda" and kv_len >= 2048 and queries <= 128 else RAGGED
 
 
 def _groups(config: Any) -> int:
-    """How many query heads share a key and value in most layers: what masks are folded for."""
+    """Return how many query heads share a key and value in most layers: masks are folded for these."""
     found = []
     for layer in layer_configs(config):
         heads, kv_heads = attention_heads(layer)
@@ -151,10 +154,10 @@ def _groups(config: Any) -> int:
 
 
 class MaskBuilder:
-    """Builds the masks one model wants: one tensor, or one per layer type for models that mix windows.
+    """Builds the masks that a model wants: one tensor, or one per layer type for models that mix windows.
 
-    A single tensor given to a model with `layer_types` silently un-windows its sliding layers, so those models get
-    the dictionary that they expect.
+    A single tensor would silently un-window the sliding layers of a model with `layer_types`, so such models get the
+    dictionary that they expect.
     """
 
     def __init__(self, config: Any, implementation: str, dtype: torch.dtype):
@@ -166,15 +169,16 @@ class MaskBuilder:
         if getattr(config, "use_sliding_window", True) is False:
             window = None
         self.window: int | None = window
-        self.slopes: Tensor | None = (
-            None  # [H], of models whose bias by distance is a part of the mask (models/alibi.py)
-        )
+        self.slopes: Tensor | None = None  # [H]: the bias by distance is a part of the mask (models/alibi.py)
         self.per_type = "sliding_attention" in layer_types
         self.sliding_only = not layer_types and window is not None
 
     def __call__(self, positions: Tensor, kv_len: int, tree: TreePass | None = None) -> Mask:
-        """positions [B, S] of the queries (0 for padding) -> masks `[B, 1, G * S, kv_len]`, G = 1 unless folded.
-        `tree`: rows of the pass hold trees, whose nodes see their ancestors and not all that lies before them."""
+        """Build masks [B, 1, G * S, kv_len], G = 1 unless folded.
+
+        positions [B, S]: of the queries, 0 for padding
+        tree: rows of the pass hold trees, whose nodes see their ancestors only
+        """
         if tree is not None:
             age, full = (t[:, None] for t in tree.look(positions, kv_len, self.groups))  # [B, 1, G * S, kv_len]
         else:
@@ -201,10 +205,10 @@ class MaskBuilder:
 
 
 class AttentionSwitch:
-    """Puts a model into inference shape for one pass and back: its attention choice and its training flags.
+    """Switches a model to inference for one pass and back: its attention choice and its training flags.
 
-    The choice lives in the caller's config objects, so it is changed for the pass only; a generator that is suspended
-    between passes leaves the caller's model exactly as it was.
+    The choice lives in the caller's config objects, so it changes for the pass only: a generator that is suspended
+    between passes leaves the caller's model unchanged.
     """
 
     def __init__(self, model: nn.Module, implementation: str):
@@ -215,7 +219,7 @@ class AttentionSwitch:
 
     @contextmanager
     def on(self, implementation: str | None = None) -> Iterator[None]:
-        """Switched inside, to another implementation than its own if one is named that takes the same masks."""
+        """Switch, to `implementation` if one is named; it must take the same masks."""
         before = [config._attn_implementation_internal for config in self.configs]
         training = [m for m in self.model.modules() if m.training] if self.model.training else []
         for module in training:

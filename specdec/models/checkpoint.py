@@ -1,7 +1,7 @@
-"""What is wrong with a checkpoint that a library could not load: which file, and what it holds in place of a model.
+"""Finds what is wrong with a checkpoint that a library could not load: which file, and what it holds.
 
-The libraries' own errors rarely name a file. The files are looked at after a load has failed, by their heads and sizes:
-no weight is read, and a checkpoint that loads costs nothing but a look at its small files.
+The libraries' own errors rarely name a file. After a failed load the files' heads and sizes are looked at, no weight is
+read; a checkpoint that loads only has its small files checked.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SINGLE = ("model.safetensors", "pytorch_model.bin")
 LONGEST_HEADER = 100_000_000  # bytes; safetensors' own limit
 MOST_LAYERS = 10_000
 LARGEST = 1 << 40
-# Sizes that a config states, whatever the kind of model: those that every model has, and those that may be null.
+# Sizes that configs of all kinds of models state: those that every model has, and those that may be null.
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 OPTIONAL_SIZES = ("num_key_value_heads", "head_dim")
 BITS = {
@@ -37,7 +37,7 @@ BITS = {
 
 
 def check_folder(folder: Path) -> None:
-    """Raise SpecdecError for what a library would take without a word, or not in a time that anybody would wait."""
+    """Raise SpecdecError for what a library would accept silently, or take forever to refuse."""
     if (folder / ADAPTER).is_file() and not (folder / CONFIG).is_file():
         raise SpecdecError(
             f"{folder} holds an adapter and no model ({ADAPTER} without {CONFIG}): load the base model, put the "
@@ -50,14 +50,14 @@ def check_folder(folder: Path) -> None:
 
 
 def fault_of_config(folder: Path, error: BaseException) -> str:
-    """What a library had against a config whose form is right."""
+    """Say what a library had against a config whose form is right."""
     if not (folder / CONFIG).exists():
         return f"{folder} has no {CONFIG}"
     return f"{folder / CONFIG}: {said(error)}"
 
 
 def fault_of_tokenizer(folder: Path, error: BaseException) -> str:
-    """The file of a tokenizer that is to blame, and what is wrong with it."""
+    """Name the tokenizer file that is to blame, and what is wrong with it."""
     files = [folder / name for name in TOKENIZER if (folder / name).exists()]
     if not files and not list(folder.glob("*.model")):
         return f"{folder} has no tokenizer: neither {TOKENIZER[0]} nor another of its files"
@@ -69,7 +69,7 @@ def fault_of_tokenizer(folder: Path, error: BaseException) -> str:
 
 
 def fault_of_weights(folder: Path) -> str | None:
-    """The same of weights: indices and the shards that they name, safetensors and pytorch files."""
+    """Name the file of weights that is to blame, and what is wrong with it: an index, a shard, or a single file."""
     found = _first_fault((file, _index) for file in sorted(folder.glob("*.index.json")))
     if found is not None:
         return found
@@ -80,7 +80,7 @@ def fault_of_weights(folder: Path) -> str | None:
 
 
 def fault_of_shapes(folder: Path, model: Any) -> str | None:
-    """The first weight whose shape is not that of `model`, which may be on the meta device."""
+    """Name the first weight whose shape differs from that of `model`, which may be on the meta device."""
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     for file in sorted(folder.glob("*.safetensors")):
         with suppress(SpecdecError):
@@ -92,7 +92,7 @@ def fault_of_shapes(folder: Path, model: Any) -> str | None:
 
 
 def fault_of_gguf(file: Path) -> str | None:
-    """What is wrong with a GGUF file."""
+    """Say what is wrong with a GGUF file."""
     return _first_fault([(file, _gguf)])
 
 
@@ -106,7 +106,7 @@ def _first_fault(checks: Iterable[tuple[Path, Callable[[Path], Any]]]) -> str | 
 
 
 def said(error: BaseException) -> str:
-    """What an error of a library says first, and the line after it where that is all but empty."""
+    """Return the first line of a library's error, and the second if the first ends in a colon."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [repr(error)]
     if isinstance(error, KeyError):
         return f"{lines[0]} is unknown or missing"
@@ -124,7 +124,7 @@ def _mapping(file: Path) -> dict[str, Any]:
 
 
 def _config(file: Path) -> None:
-    """What every config must be; its other fields are the library's business."""
+    """Check what every config must have; its other fields are the library's business."""
     config = _mapping(file)
     kind = config.get("model_type", "")
     if not isinstance(kind, str):
@@ -157,7 +157,7 @@ def _check_dtypes(file: Path, config: Mapping[str, Any]) -> None:
 
 
 def _generation(file: Path) -> None:
-    """A library that cannot read it goes on without, and the text without its end tokens."""
+    """Check the end tokens: a library that cannot read this file goes on without it, and texts never end."""
     config = _mapping(file)
     for name in ("eos_token_id", "pad_token_id", "bos_token_id"):
         ids = config.get(name)
@@ -187,7 +187,7 @@ def _index(file: Path) -> None:
 
 
 def _header(file: Path) -> dict[str, Any]:
-    """A safetensors file's tensors by name: dtype, shape, data_offsets."""
+    """Read a safetensors file's tensors by name: dtype, shape, data_offsets."""
     with reading(file, "file") as path, path.open("rb") as opened:
         size = path.stat().st_size
         if size < 8:
@@ -208,7 +208,7 @@ def _header(file: Path) -> dict[str, Any]:
 
 
 def _check_offsets(file: Path, tensors: Mapping[str, Any], left: int) -> None:
-    """Whether the header's tensors are what the rest of the file, of `left` bytes, holds."""
+    """Raise SpecdecError unless the header's tensors fill the rest of the file, `left` bytes."""
     end = 0
     for name, entry in tensors.items():
         entry = entry if isinstance(entry, dict) else {}

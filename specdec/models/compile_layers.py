@@ -1,11 +1,11 @@
-"""torch.compile for a model's passes: layer by layer, or, where a model does not allow that, as a whole.
+"""torch.compile for a model's passes: layer by layer, or as a whole if a model does not allow that.
 
 The layers of a model share their code and differ in their weights. Compiled as one function of (layer, inputs), they
-take one compilation together, in seconds, where the whole model takes one of all its layers, in half a minute and
-more. What that costs: nothing is fused across the border of two layers.
+take one compilation of some seconds; the whole model takes half a minute and more. The price: nothing is fused across
+the border of two layers.
 
-A layer that is compiled for all must not name itself: instead of the cache and its own index it is given its part of
-the cache (`LayerCache`). Models whose layers ask the cache for anything else are compiled as a whole.
+A layer compiled for all must not name itself: instead of the cache and its own index it is given its part of the cache
+(`LayerCache`). Models whose layers ask the cache for anything else are compiled as a whole.
 """
 
 from __future__ import annotations
@@ -31,43 +31,47 @@ log = logging.getLogger("specdec")
 
 
 def keep_compiled_code() -> Path:
-    """Where compiled code is kept for later processes: torch's own setting, or a folder of the user's cache (torch's
-    default lies in the folder for temporary files)."""
+    """Choose the folder of compiled code for later processes: torch's setting, else one in the user's cache.
+
+    torch's default lies in the folder for temporary files.
+    """
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(home) / "specdec" / "inductor")))
 
 
 def compiled_before() -> dict[str, int]:
-    """How often this process has found a compiled graph on disk, and how often it has not."""
+    """Count how often this process has found a compiled graph on disk, and how often it has not."""
     counts = torch._dynamo.utils.counters["inductor"]
     return {name: counts[f"fxgraph_cache_{kind}"] for name, kind in (("found", "hit"), ("compiled", "miss"))}
 
 
 class Forward(Protocol):
-    """Stands for the model in a pass."""
+    """Runs in the model's place in a pass."""
 
     compiler: Compiler
 
     def __call__(self, **arguments: Any) -> Any:
-        """The model's outputs."""
+        """Return the model's outputs."""
 
 
 class Compiler:
-    """torch.compile with what all compiled passes share. Whole graphs are asked for first (`whole`); what dynamo must
-    break up is compiled in parts."""
+    """torch.compile with the settings of all compiled passes.
+
+    whole: ask for whole graphs; becomes False, and code is compiled in parts, once dynamo cannot trace it whole
+    """
 
     def __init__(self, name: str, mode: str, backend: str = "inductor"):
         self.name, self.backend = name, backend
         self.options: dict[str, Any] | None = None
         if mode == "max":
-            from specdec.models.small_matmul_pass import RowSums  # the compiler, which takes a second to import
+            from specdec.models.small_matmul_pass import RowSums  # imports the compiler, which takes a second
 
             self.options = {"post_grad_custom_pre_pass": RowSums()}
         self.whole = True
         keep_compiled_code()
 
     def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, compiled. dynamo counts by code object and may give one up: each model has its own."""
+        """Compile a function. dynamo counts by code object and may give one up, so each gets its own."""
         own = FunctionType(
             function.__code__.replace(), function.__globals__, function.__name__, None, function.__closure__
         )  # fmt: skip
@@ -75,26 +79,25 @@ class Compiler:
             own, fullgraph=self.whole, dynamic=False, backend=self.backend, options=self.options
         )  # fmt: skip
 
-    def run(self, call: Callable[[], Any], again: Callable[[], None]) -> Any:
-        """What `call` makes with compiled functions. Where dynamo cannot trace it whole, parts are allowed from then
-        on: `again` compiles anew, and it is called once more. So it is where there are too many shapes."""
+    def run(self, call: Callable[[], Any], recompile: Callable[[], None]) -> Any:
+        """Return what `call` returns; after `recompile` if dynamo has seen too many shapes or cannot trace it whole."""
         with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT, accumulated_recompile_limit=RECOMPILE_LIMIT):
             try:
                 return call()
             except torch._dynamo.exc.FailOnRecompileLimitHit:
-                again()  # new code, of which dynamo has compiled nothing yet
+                recompile()  # a new code object, of which dynamo has compiled nothing yet
                 return call()
             except torch._dynamo.exc.Unsupported as error:
                 if not self.whole:
                     raise
                 log.warning("%s is compiled in parts: %s", self.name, first_line(error))
                 self.whole = False
-                again()
+                recompile()
                 return call()
 
 
 class CompiledFunction:
-    """One function, one compilation a shape; of a model that is left as it is, all of its layers one after another."""
+    """One function, compiled once per shape. Also a model that cannot be compiled layer by layer."""
 
     def __init__(self, function: Callable[..., Any], compiler: Compiler):
         self.function, self.compiler = function, compiler
@@ -111,8 +114,8 @@ class CompiledFunction:
 
 
 class LayerCache:
-    """One layer's part of a cache, as the layer sees it. The index that it gives is not looked at: a compiled function
-    that had looked would be one layer's own."""
+    """One layer's part of a cache, in place of the cache. It ignores the layer's index: a compiled function that reads
+    it would serve that layer only."""
 
     def __init__(self, layer: RaggedLayer):
         self.layer = layer
@@ -120,16 +123,21 @@ class LayerCache:
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """As `Cache.update`."""
+        """Do what `Cache.update` does."""
         return self.layer.update(key_states, value_states)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """As `RaggedLayer.get_seq_length`."""
+        """Do what `RaggedLayer.get_seq_length` does."""
         return 0
 
 
 class Parts(NamedTuple):
-    """A model's layers, the norms beside them (the last norm), and the modules that turn positions into rotations."""
+    """The parts of a model that are compiled.
+
+    layers: its decoder layers
+    norms: norms outside the layers (the last norm)
+    rotations: modules that turn positions into rotations
+    """
 
     layers: list[nn.Module]
     norms: list[nn.Module]
@@ -137,13 +145,12 @@ class Parts(NamedTuple):
 
 
 class CompiledLayers:
-    """A model whose layers run as one compiled function, and with them the other parts of it; the model is changed for
-    the time of a pass only."""
+    """A model whose layers run as one compiled function, and its other parts too. It is changed during a pass only."""
 
     def __init__(self, model: Any, parts: Parts, compiler: Compiler):
         self.model, self.compiler, self.parts = model, compiler, parts
         self._compile()
-        self.states: list[Tensor] | None = None  # hidden states of the pass that goes on, where they are wanted
+        self.states: list[Tensor] | None = None  # hidden states of the current pass, if they are wanted
 
     def _compile(self) -> None:
         def forward(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -186,7 +193,7 @@ class CompiledLayers:
             return LayerCache(value.layers[index]) if isinstance(value, RaggedCache) else value
 
         def forward(*given: Any, **named: Any) -> Any:
-            if self.states is not None:  # as in transformers: what each layer is given, and what the last norm returns
+            if self.states is not None:  # as in transformers: each layer's input, and the last norm's output
                 self.states.append(given[0] if given else named["hidden_states"])
             return self.compiled(module, tuple(map(part, given)), {name: part(v) for name, v in named.items()})
 
@@ -203,8 +210,7 @@ class CompiledLayers:
 
 
 def parts_of(model: nn.Module, count: int) -> Parts | None:
-    """The parts of a model of `count` layers. None where there is no list of so many, or where something has replaced
-    the forward of one of them."""
+    """Find the parts of a model of `count` layers; None without such a list, or if a part's forward was replaced."""
     for parent in model.modules():
         for child in parent.children():
             if isinstance(child, nn.ModuleList) and len(child) == count > 1:
@@ -216,15 +222,14 @@ def parts_of(model: nn.Module, count: int) -> Parts | None:
 
 
 def _is_fixed_rotation(module: nn.Module) -> bool:
-    """Whether a module computes rotations from positions alone. Kinds that look at how far these go are left alone:
-    they cannot be traced."""
+    """True if a module computes rotations from positions alone; kinds that look at the longest cannot be traced."""
     kinds = getattr(module, "rope_type", None)
     kinds = list(kinds.values()) if isinstance(kinds, dict) else [kinds]
     return bool(kinds) and all(isinstance(k, str) and "dynamic" not in k and k != "longrope" for k in kinds)
 
 
 def compiled_forward(model: Any, config: Any, mode: str, backend: str = "inductor") -> Forward:
-    """What stands for the model in compiled passes. mode: "inductor" or "max" (graphs.MODES)."""
+    """Make what runs in the model's place in compiled passes. mode: "inductor" or "max" (graphs.MODES)."""
     compiler = Compiler(type(model).__name__, mode, backend)
     parts = parts_of(model, int(getattr(config, "num_hidden_layers", 0)))
     return CompiledFunction(model, compiler) if parts is None else CompiledLayers(model, parts, compiler)

@@ -1,12 +1,11 @@
 """Projections of one input as one product: q, k and v of an attention, gate and up of a gated MLP.
 
-At a few tokens a pass a projection is limited by how fast its weight is read, and small matrices are read at a
+At a few tokens per pass a projection is limited by how fast its weight is read, and small matrices are read at a
 fraction of the memory's bandwidth. The weights of a group become views of one matrix, so that nothing is copied and
 `state_dict`, in-place updates and hooks work as before; the first module of a group computes the product, the others
-hand out their parts of it.
+return their parts of it.
 
-The numbers may differ in the last bits from those of separate products. Both plain and speculative decoding see the
-same ones.
+The numbers may differ in the last bits from those of separate products; plain and speculative decoding see the same.
 """
 
 from __future__ import annotations
@@ -22,9 +21,11 @@ GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class Fusion:
-    """The groups of a model that can be fused. Their weights are views of one matrix from now on; the products are
-    computed as one while `on()` is entered, or for good after `install()`. Move the model before: a group whose weights
-    are replaced afterwards falls back to separate products."""
+    """The groups of a model that can be fused; their weights become views of one matrix.
+
+    Products are computed as one inside `on()`, or after `install()`. Move the model before: a group whose weights are
+    replaced later falls back to separate products.
+    """
 
     def __init__(self, model: nn.Module):
         self.products = [_Product(layers) for layers in _groups(model)]
@@ -36,12 +37,12 @@ class Fusion:
         """Fuse until `remove()`."""
         for product in self.products:
             for i, layer in enumerate(product.layers):
-                # A class and not a function of each module's own: compiled code of one layer serves them all.
+                # A class, not a function per module: compiled code of one layer serves them all.
                 layer.__class__ = _Part
                 vars(layer).update(product=product, part=i)
 
     def remove(self) -> None:
-        """Plain layers again."""
+        """Make the layers plain again."""
         for product in self.products:
             for layer in product.layers:
                 layer.__class__ = nn.Linear
@@ -50,7 +51,7 @@ class Fusion:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Fused inside."""
+        """Fuse inside the block."""
         self.install()
         try:
             yield
@@ -59,7 +60,7 @@ class Fusion:
 
 
 def fuse_projections(model: nn.Module) -> int:
-    """Fuse what can be fused in `model`, in place and for good; returns how many groups were."""
+    """Fuse what can be fused in `model`, in place; returns the number of fused groups."""
     fusion = Fusion(model)
     fusion.install()
     return len(fusion)
@@ -85,7 +86,7 @@ def _alike(layers: list[nn.Linear]) -> bool:
 
 
 class _Part(nn.Linear):
-    """A module of a fused group; `product` and `part` are attributes of its own."""
+    """A module of a fused group; `product` and `part` are set on the instance."""
 
     product: _Product
     part: int
@@ -95,12 +96,12 @@ class _Part(nn.Linear):
 
 
 def _joined(parameters: Sequence[Tensor]) -> Tensor:
-    """The parameters as one tensor, of which they are views afterwards; without a copy if they were already."""
+    """Join parameters into one tensor, of which they become views; without a copy if they are already."""
     first, sizes = parameters[0], [len(p) for p in parameters]
     starts = [first.data_ptr() + n * first.stride(0) * first.element_size() for n in (0, *_sums(sizes[:-1]))]
     whole = (sum(sizes), *first.shape[1:])
-    beside = [p.data_ptr() for p in parameters] == starts and all(p.is_contiguous() for p in parameters)
-    if beside and len({p.untyped_storage().data_ptr() for p in parameters}) == 1:
+    adjacent = [p.data_ptr() for p in parameters] == starts and all(p.is_contiguous() for p in parameters)
+    if adjacent and len({p.untyped_storage().data_ptr() for p in parameters}) == 1:
         return first.detach().as_strided(whole, first.stride(), first.storage_offset())
     with torch.no_grad():
         joined = torch.cat(list(parameters))
@@ -126,7 +127,7 @@ class _Product:
         self.parts: tuple[Tensor, ...] = ()
 
     def __call__(self, i: int, x: Tensor) -> Tensor:
-        """What module i makes of x [..., in]."""
+        """Compute module i of x [..., in]."""
         layer = self.layers[i]
         if torch.is_grad_enabled() or not self._whole():  # gradients belong to the layers' own parameters
             return F.linear(x, layer.weight, layer.bias)
@@ -138,7 +139,7 @@ class _Product:
         return found
 
     def _whole(self) -> bool:
-        """Whether the layers' weights still are parts of this product's."""
+        """True if the layers' weights are still views of this product's."""
         if torch.compiler.is_compiling():  # graphs know the addresses: they are dropped when weights have moved
             return True
         ends = [self.layers[0].weight.data_ptr(), self.layers[-1].weight.data_ptr()]

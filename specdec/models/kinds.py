@@ -9,14 +9,13 @@ from transformers.cache_utils import DynamicCache
 
 
 def layer_configs(config: Any) -> list[Any]:
-    """The configuration of each layer of a text config: the config itself, but for fields that the layer has its own
-    values of."""
+    """Return the configuration of each layer of a text config: the config itself, with the layer's own values."""
     own = getattr(config, "per_layer_config", None)
     return [config] * config.num_hidden_layers if own is None else list(own)
 
 
 def field_of(config: Any, name: str, default: Any = None) -> Any:
-    """A field of a text config; `default` where there is none, or where layers differ in it."""
+    """Return a field of a text config; `default` if there is none, or if layers differ in it."""
     try:
         return getattr(config, name, default)
     except RuntimeError:  # transformers: "a per-layer attribute"
@@ -24,19 +23,19 @@ def field_of(config: Any, name: str, default: Any = None) -> Any:
 
 
 def attention_heads(layer: Any) -> tuple[int, int]:
-    """(query heads, key-value heads) of a layer's configuration."""
+    """Return (query heads, key-value heads) of a layer's configuration."""
     heads = layer.num_attention_heads
     return heads, getattr(layer, "num_key_value_heads", None) or heads
 
 
 def cache_layers(config: Any) -> list[Any]:
-    """The layers of the cache that transformers would make for a model; none where it cannot say."""
+    """Return the layers of the cache that transformers would make for a model; none if it cannot tell."""
     with suppress(Exception):  # whatever configurations of remote code lack
         return list(DynamicCache(config=config).layers)
     return []
 
 
 def is_recurrent(config: Any) -> bool:
-    """Whether transformers' cache for a model holds states of a recurrence or a convolution."""
+    """True if transformers' cache for a model holds states of a recurrence or a convolution."""
     bases = {base.__name__ for layer in cache_layers(config) for base in type(layer).__mro__}
     return any("LinearAttention" in name or "Mamba" in name for name in bases)

@@ -1,13 +1,13 @@
-"""The ragged static KV cache: one buffer a layer, one length a row, and trimming that costs nothing.
+"""The ragged static KV cache: one buffer per layer, one length per row, and trimming that costs nothing.
 
-A layer owns keys and values `[B, H_kv, L + 1, D]`. Before each pass the owner says, with `RaggedCache.aim`, into
-which slot every token of the pass goes; slot index = position in the sequence, so a row is trimmed by moving its
-length back: the next write overwrites, and the mask hides the rest until then. Slot `L` is the *trash slot*: padding
-tokens are written there. It is never read, because reads stop at `kv_len <= L`.
+A layer owns keys and values `[B, H_kv, L + 1, D]`. Before each pass the owner says, with `RaggedCache.aim`, into which
+slot every token of the pass goes; slot index = position in the sequence, so a row is trimmed by moving its length back:
+the next write overwrites, and the mask hides the rest until then. Slot `L` is the *trash slot*: padding tokens are
+written there. It is never read, because reads stop at `kv_len <= L`.
 
 Invariants (tests/test_kv_cache.py):
 - the buffers start at zero, so that a masked slot can never hold a NaN that poisons a row through `0 * NaN`;
-- a pass over some rows leaves every other row's slots as they were;
+- a pass over some rows changes no other row's slots;
 - the bytes allocated are those of `kv_cache_bytes`, which the pair report prints before anything is loaded.
 
 transformers' models see a normal `Cache`; they are not modified. Positions reach the model as `position_ids`, never
@@ -30,29 +30,34 @@ from specdec.device.transfer import array_on, moved
 from specdec.errors import SpecdecError
 from specdec.models.kinds import attention_heads, layer_configs
 
-SHORT = 16  # tokens: looking for a common beginning of less costs more than it saves
+SHORT = 16  # tokens: looking for a shared prefix of less costs more than it saves
 
 
 @dataclass
 class Aim:
-    """Where the tokens of the next pass go: `slots` [B, S] for the rows `rows` (a slice of the batch)."""
+    """Where the tokens of the next pass go.
+
+    slots [B', S]: slot of every token
+    rows: the rows of the batch that take part, B' of them
+    kv_len: keys and values are returned up to this slot (exclusive)
+    """
 
     slots: Tensor
     rows: slice
-    kv_len: int  # keys and values are returned up to this slot (exclusive)
+    kv_len: int
 
     def __post_init__(self) -> None:
         self.only = self.slots[0] if self.slots.shape[0] == 1 else None  # [S] of the one row
 
     def on(self, device: torch.device) -> Aim:
-        """The same aim for layers that live on another device."""
+        """Return the same aim for layers on another device."""
         return self if self.slots.device == device else Aim(self.slots.to(device), self.rows, self.kv_len)
 
 
 @dataclass
 class Views:
-    """Views of one layer's buffers for one choice of rows and K/V length. They are kept from pass to pass: making
-    them anew in every layer was 5 % of a pass of a small model on a CPU."""
+    """Views of one layer's buffers for some rows and a K/V length, kept from pass to pass: making them in every layer
+    took 5 % of a pass of a small model on a CPU."""
 
     keys: Tensor  # [B', H_kv, L + 1, D], for writing
     values: Tensor
@@ -110,8 +115,10 @@ class RaggedLayer(CacheLayerMixin):
         return self.views
 
     def _traced(self, key_states: Tensor, value_states: Tensor, aim: Aim) -> tuple[Tensor, Tensor]:
-        """`update` of all rows in the form that the compiler turns into a write in place. Written through a view, the
-        whole buffer would be copied; views that are kept would be taken for other tensors than the buffer."""
+        """Do `update` of all rows in the form that the compiler turns into a write in place.
+
+        Through a view it would copy the whole buffer, and it would take kept views for other tensors than the buffer.
+        """
         assert self.keys is not None and self.values is not None
         rows = torch.arange(self.batch, device=self.device)[:, None]
         self.keys[rows, :, aim.slots] = key_states.transpose(1, 2)
@@ -131,8 +138,10 @@ class RaggedLayer(CacheLayerMixin):
 
 
 def _write(buffer: Tensor, states: Tensor, aim: Aim) -> None:
-    """buffer[b, :, slots[b, s]] = states[b, :, s]; states [B', H, S, D]; buffer [B', H, L + 1, D], or [H, L + 1, D]
-    for one row, where a plain indexed copy is the cheapest write there is."""
+    """Set buffer[b, :, slots[b, s]] = states[b, :, s]; states [B', H, S, D].
+
+    buffer [B', H, L + 1, D], or [H, L + 1, D] for one row, where an indexed copy is the cheapest write
+    """
     if aim.only is not None:
         buffer.index_copy_(1, aim.only, states[0])
         return
@@ -143,8 +152,7 @@ def _write(buffer: Tensor, states: Tensor, aim: Aim) -> None:
 class RaggedCache(Cache):
     """`batch` rows of up to `capacity` tokens for a model with `n_layers` attention layers.
 
-    The row lengths are the owner's business (decoding/engine.py, drafters/draft_model/strategy.py): this class stores,
-    it does not count.
+    It stores keys and values; its owner counts the rows' lengths (decoding/engine.py, drafters/draft_model/core.py).
     """
 
     def __init__(self, n_layers: int, batch: int, capacity: int):
@@ -169,11 +177,11 @@ class RaggedCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """As `Cache.update`."""
+        """Do what `Cache.update` does."""
         return self._layer(layer_idx).update(key_states, value_states)
 
     def _layer(self, index: int) -> RaggedLayer:
-        """A layer by its number. A model that runs its layers several times has more of them here than it says."""
+        """Return a layer by its number. A model that runs its layers several times has more of them here."""
         while index >= len(self.layers):
             self.layers.append(RaggedLayer(self.batch, self.capacity))
             self.layers[-1].aim = self.aimed
@@ -181,13 +189,13 @@ class RaggedCache(Cache):
         return layer
 
     def set_long(self, row: int, long: bool) -> None:
-        """Say with which factors a row is rotated from now on. What it holds of the other kind is of no use."""
+        """Set the factors that a row is rotated with from now on. What it holds with the other kind is useless."""
         self.is_long[row] = long
         if self.long is not None:
             self.long[row] = long
 
     def long_rows(self, rows: slice, device: torch.device) -> Tensor:
-        """`is_long` of some rows on the device: always the same memory, so that recorded passes can read it."""
+        """Return `is_long` of some rows on the device: always the same memory, so that recorded passes can read it."""
         if self.long is None:
             self.long = array_on(np.array(self.is_long), device)
         return self.long[rows]
@@ -199,22 +207,23 @@ class RaggedCache(Cache):
 
     @property
     def filled(self) -> list[Any]:
-        """Layers with buffers: all of them after a pass, but for those that take keys and values from another layer
-        (Gemma 3n) or have none."""
+        """Layers with buffers: after a pass all that keep keys and values of their own (not all of Gemma 3n's do)."""
         return [layer for layer in self.layers if layer.is_initialized]
 
     def begin_draft(self, rows: Sequence[int]) -> None:
-        """These rows will be fed tokens that may be rejected. Keys and values need nothing; a state that cannot be
-        taken back would be saved here."""
+        """Prepare rows for tokens that may be rejected. Keys and values need nothing; recurrent states would be saved
+        here."""
 
     def rewind(self, lengths: Mapping[int, int], moves: Sequence[tuple[int, int, int]] = ()) -> None:
-        """Trim each row to the tokens that it keeps: row -> slots. Keys and values after them cost nothing: masks hide
-        them until later tokens overwrite them. Only accepted paths of trees are copied: `moves`, as for `compact`."""
+        """Trim each row to the tokens that it keeps; lengths: row -> slots.
+
+        Trimming keys and values costs nothing: masks hide them until later tokens overwrite them. Only accepted paths
+        of trees are copied: `moves`, as in `compact`.
+        """
         self.compact(moves)
 
     def compact(self, moves: Sequence[tuple[int, int, int]]) -> None:
-        """Copy slots, all at once: (row, from, to) each. How rows with tree drafts keep their accepted paths; every
-        source is read before any target is written."""
+        """Copy slots at once, (row, from, to) each: every source is read before any target is written."""
         if not moves:
             return
         layers = self.filled
@@ -227,8 +236,7 @@ class RaggedCache(Cache):
                 buffer[row, :, target] = buffer[row, :, source]
 
     def wipe(self, row: int, start: int) -> None:
-        """Zero a row from slot `start` on, before another text moves in: a NaN left there would poison it through
-        the mask."""
+        """Zero a row from slot `start` on before another text: a NaN left there would poison it through the mask."""
         for layer in self.filled:
             layer.keys[row, :, start:] = 0
             layer.values[row, :, start:] = 0
@@ -247,32 +255,46 @@ class RaggedCache(Cache):
 
 @dataclass
 class KeptRows:
-    """Rows whose keys and values are good, of an earlier call or of this one: `texts[i]` is what row i of `cache`
-    holds, and it is of use to rows that are rotated as it was (`RaggedCache.is_long`) when this was made."""
+    """Rows of keys and values, of this call or an earlier one, whose prefixes other rows can copy.
+
+    cache: holds them
+    texts: the ids of each row that are in the cache, [n]; empty: the row is of no use
+    step: prefixes are cut to a multiple of this many tokens
+    A row is of use to rows with the rotation that it had when this was made (`RaggedCache.is_long`).
+    """
 
     cache: RaggedCache
     texts: list[np.ndarray]
+    step: int = 1
 
     def __post_init__(self) -> None:
         self.is_long = list(self.cache.is_long)
 
-    def restore(self, cache: RaggedCache, row: int, ids: np.ndarray, step: int = 1, known: int = 0) -> int:
-        """Copy the longest prefix of `ids` that a row holds, cut to a multiple of `step` tokens, into `row` of `cache`,
-        unless that has `known` tokens of it already and no fewer. Returns how many tokens it has then."""
-        alike = [long == cache.is_long[row] for long in self.is_long]
+    def longest(self, ids: np.ndarray, is_long: bool = False) -> tuple[int, int]:
+        """Return (row, n): the row that shares the longest prefix with `ids`, and its tokens; n = 0: none does."""
+        alike = [long == is_long for long in self.is_long]
         shared = [common_prefix(text, ids) if a else 0 for text, a in zip(self.texts, alike, strict=False)]
         best = max(range(len(shared)), key=shared.__getitem__, default=0)
-        length = min(shared[best], cache.capacity) // step * step if shared else 0
-        if length <= known:
+        return best, shared[best] // self.step * self.step if shared else 0
+
+    def copy_into(self, cache: RaggedCache, slot: int, ids: np.ndarray, known: int = 0) -> int:
+        """Copy the longest prefix of `ids` into a slot of `cache`; returns how many tokens of it the slot has then.
+
+        known: tokens of it that the slot has already; nothing is copied if that would give no more
+        """
+        row, n = self.longest(ids[: cache.capacity], cache.is_long[slot])
+        if n <= known:
             return known
-        cache.copy_row_from(self.cache, best, row, length)
-        return length
+        cache.copy_row_from(self.cache, row, slot, n)
+        return n
 
 
-def shared_first(texts: Mapping[int, np.ndarray], least: int = SHORT, step: int = 1) -> list[list[int]]:
-    """Rows in groups to be computed one after another: what rows have in common is computed once, by a group before.
-    Within a group no two rows share `least` tokens more than each shares with a group before; `step`: what is shared is
-    cut to its multiples."""
+def prefix_groups(texts: Mapping[int, np.ndarray], least: int = SHORT, step: int = 1) -> list[list[int]]:
+    """Group rows so that each shared prefix is computed once, by the first of the groups.
+
+    Within a group no two rows share `least` tokens more than each shares with an earlier group.
+    step: shared prefixes are cut to a multiple of this many tokens
+    """
     groups: list[list[int]] = []
     for row, text in texts.items():
         known = 0
@@ -288,27 +310,27 @@ def shared_first(texts: Mapping[int, np.ndarray], least: int = SHORT, step: int 
 
 
 def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
-    """How many leading ids two rows share."""
+    """Count the leading ids that two rows share."""
     n = min(len(a), len(b))
     differs = np.flatnonzero(a[:n] != b[:n])
     return int(differs[0]) if len(differs) else n
 
 
 def rounded_up(tokens: int, step: int, parts: int = 0) -> int:
-    """`tokens` up to a multiple of `step`; if parts > 0, of a step that grows to `parts` steps a doubling."""
+    """Round `tokens` up to a multiple of `step`; if parts > 0, the step grows to `parts` steps per doubling."""
     if parts:
         step = max(step, (1 << (max(1, tokens).bit_length() - 1)) // parts)
     return -(-tokens // step) * step
 
 
 class CachePool:
-    """Keeps one idle cache, so that a call after another does not allocate again.
+    """Keeps one idle cache, so that the next call does not allocate again.
 
-    With `step` > 1 capacities are rounded up to its multiples (to a sixteenth of a doubling where that is more), and an
-    idle cache also serves calls that need less: what was recorded for it stays good.
+    With `step` > 1 capacities are rounded up to its multiples (or to sixteenths of a doubling, if these are larger),
+    and an idle cache also serves calls that need less, with what was recorded for it.
 
-    A call *leases* a cache and gives it back when it ends. Two generators that are open at the same time therefore
-    never share one: the second finds the pool empty and allocates its own.
+    A call *leases* a cache and gives it back when it ends. Two generators that are open at the same time never share
+    one: the second finds the pool empty and allocates its own.
     """
 
     def __init__(self, n_layers: int, step: int = 1):
@@ -317,11 +339,11 @@ class CachePool:
         self.idle: RaggedCache | None = None
 
     def room(self, capacity: int) -> int:
-        """The capacity that a cache for `capacity` tokens a row gets."""
+        """Return the capacity that a cache for `capacity` tokens per row gets."""
         return capacity if self.step == 1 else rounded_up(capacity, self.step, 16)
 
     def lease(self, batch: int, capacity: int) -> RaggedCache:
-        """A cache of `room(capacity)` tokens a row, or a larger one."""
+        """Lease a cache of `room(capacity)` tokens per row, or a larger one."""
         capacity = self.room(capacity)
         cache, self.idle = self.idle, None
         if cache is not None and cache.batch == batch:
@@ -333,13 +355,13 @@ class CachePool:
         return cache
 
     def give_back(self, cache: RaggedCache) -> None:
-        """Take a cache back, unless it is of another pool: the model's layers or dtype may have changed since."""
+        """Take a cache back, unless it is another pool's: the model's layers or dtype may have changed since."""
         if cache.pool is self:
             self.idle = cache
 
 
 def kv_widths(config: Any) -> list[tuple[int, int]]:
-    """(key numbers, value numbers) that each layer keeps per token, from a transformers text config.
+    """Return (key numbers, value numbers) that each layer keeps per token, from a transformers text config.
 
     Multi-head latent attention stores every head with its own key and value widths; other models store `H_kv` heads
     of `head_dim`. Layers that read another layer's keys and values keep none.
@@ -358,6 +380,6 @@ def _layer_widths(layer: Any) -> tuple[int, int]:
 
 
 def kv_cache_bytes(config: Any, dtype: torch.dtype, batch: int, capacity: int) -> int:
-    """Bytes of a `RaggedCache` for `batch` rows of `capacity` tokens, the trash slot included."""
+    """Count the bytes of a `RaggedCache` for `batch` rows of `capacity` tokens, the trash slot included."""
     numbers = sum(keys + values for keys, values in kv_widths(config))
     return batch * (capacity + 1) * numbers * dtype.itemsize

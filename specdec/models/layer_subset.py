@@ -32,7 +32,7 @@ class PassThrough(nn.Module):
 
 
 def layers_of(model: nn.Module, count: int) -> nn.ModuleList:
-    """The decoder layers of a model that says it has `count`. Raises SpecdecError where there is no list of so many."""
+    """Find the `count` decoder layers of a model. Raises SpecdecError if it has no list of so many."""
     for module in model.modules():
         for child in module.children():
             if isinstance(child, nn.ModuleList) and len(child) == count:

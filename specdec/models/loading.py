@@ -1,7 +1,7 @@
 """Loading a pair: sources, and checks before anything is allocated.
 
-Order of work: configs and tokenizers are read first and the pair report is made from them; what cannot work is
-refused there, by name, before a weight is loaded. Two models of different hidden size are a normal pair.
+Configs and tokenizers are read first and the pair report is made from them; what cannot work is refused there, by name,
+before a weight is loaded. Two models of different hidden size are a normal pair.
 """
 
 from __future__ import annotations
@@ -48,15 +48,17 @@ _RECURRENT_TYPES = ("mamba", "mamba2", "rwkv", "recurrent_gemma", "jamba", "falc
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model lies: `path` is a hub id or folder; `gguf` the file name inside it, if it is one."""
+    """Where a model is stored: a hub id or folder `path`; for GGUF, the name `gguf` of a file in it."""
 
     path: str
     gguf: str | None = None
 
     @staticmethod
     def parse(text: str | Path) -> Source:
-        """A hub id, a folder, a GGUF file, or the embedded `demo-target` / `demo-draft`. Raises SpecdecError for a
-        local path that does not exist."""
+        """Parse a hub id, a folder, a GGUF file, or the embedded `demo-target` / `demo-draft`.
+
+        Raises SpecdecError for a local path that does not exist.
+        """
         if not isinstance(text, (str, Path)) or not str(text):
             raise SpecdecError(
                 f"expected a hub id, a folder or a GGUF file, got {type(text).__name__}: models in hand go to the class"
@@ -79,7 +81,7 @@ class Source:
 
     @property
     def folder(self) -> Path | None:
-        """Where its files lie on this machine; of a hub id None before it was downloaded."""
+        """Folder of its files on this machine; None for a hub id that was not downloaded."""
         if is_folder(Path(self.path)):
             return Path(self.path)
         with suppress(Exception):  # what no hub can have has no files either
@@ -88,8 +90,10 @@ class Source:
         return None
 
     def fault(self, of: str, error: BaseException) -> str | None:
-        """The file that is to blame for a failed load `of` the config, the tokenizer or the weights, and what is wrong
-        with it; None: it cannot be told."""
+        """Name the file to blame for a failed load, and what is wrong with it; None if that cannot be told.
+
+        of: "config", "tokenizer" or "weights"
+        """
         folder = self.folder
         if self.gguf:
             return fault_of_gguf(Path(self.path) / self.gguf)
@@ -109,7 +113,7 @@ class Source:
 
 @dataclass
 class LoadedPair:
-    """Models, tokenizers and the report of a pair."""
+    """Models, tokenizers and the report of a pair; draft and draft_tokenizer are None without a draft."""
 
     target: Any
     draft: Any
@@ -125,9 +129,9 @@ class LoadedPair:
     ) -> LoadedPair:  # fmt: skip
         """Load a target and perhaps a draft; options are the fields of `specdec.PairConfig`.
 
-        translate: the vocabularies may differ, because the draft is going to write text. shelf: models of earlier
-        pairs, by what they were loaded from; they are used again, and new ones are added. Raises SpecdecError before
-        a weight is loaded for everything that the report refuses.
+        translate: the vocabularies may differ, because the draft is translated through text
+        shelf: models of earlier pairs, by what they were loaded from: they are used again, and new ones are added
+        Raises SpecdecError for all that the report refuses, before a weight is loaded.
         """
         config = pair_config(target, draft, options)
         plans, tokenizers, report = _plan_pair(config, translate)
@@ -143,19 +147,19 @@ class LoadedPair:
 
 
 def load_pair(target: str | Path, draft: str | Path | None = None, **options: Any) -> LoadedPair:
-    """`LoadedPair.load` as a function."""
+    """Load a pair: `LoadedPair.load` as a function."""
     return LoadedPair.load(target, draft, **options)
 
 
 def inspect_pair(
     target: str | Path, draft: str | Path | None = None, *, translate: bool = False, **options: Any
 ) -> PairReport:
-    """The report of a pair from its configs and tokenizers alone. Refuses what `LoadedPair.load` would refuse."""
+    """Make the report of a pair from its configs and tokenizers alone. Raises what `LoadedPair.load` would raise."""
     return _plan_pair(pair_config(target, draft, options), translate)[2]
 
 
 def load_tokenizer(name: str | Path, revision: str | None = None, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a hub id, a folder, a GGUF file, or of the embedded models (`demo`). Raises SpecdecError."""
+    """Load the tokenizer of a hub id, a folder, a GGUF file, or the embedded models (`demo`). Raises SpecdecError."""
     source = Source.parse("demo-target" if str(name) == "demo" else name)
     options = {"trust_remote_code": trust_remote_code, **({"revision": revision} if revision else {})}
     return _tokenizer_of(source, {**options, **source.arguments})
@@ -164,17 +168,17 @@ def load_tokenizer(name: str | Path, revision: str | None = None, trust_remote_c
 def _tokenizer_of(source: Source, options: Mapping[str, Any]) -> Any:
     with loading(f"tokenizer of {source}", lambda error: source.fault("tokenizer", error)):
         made = AutoTokenizer.from_pretrained(source.path, **options)
-        made("")  # some bad settings show when it is used
+        made("")  # some bad settings show only in use
         return made
 
 
 def pair_config(target: str | Path, draft: str | Path | None, options: Mapping[str, Any]) -> PairConfig:
-    """Loading options as a PairConfig. Raises SpecdecError for an unknown name."""
+    """Make a PairConfig of loading options. Raises SpecdecError for an unknown name."""
     return from_dict(PairConfig, {"target": target, "draft": draft, **options}, "the loading options")
 
 
 def _plan_pair(config: PairConfig, translate: bool) -> tuple[list[_Plan], list[Any], PairReport]:
-    """Plans and tokenizers of the models, target first, and the pair's report. Loads no weights."""
+    """Return plans and tokenizers of the models, target first, and the pair's report. Loads no weights."""
     check_attention(config.attn_implementation)
     home = pick_device(config.device)
     trust = config.trust_remote_code
@@ -242,7 +246,7 @@ class _Plan:
         return repr((str(self.source), self.common, str(self.device), self.dtype, self.extra))
 
     def shared(self, shelf: MutableMapping[str, Any]) -> Any:
-        """The model from the shelf, where it is loaded and put if it is missing."""
+        """Return the model from the shelf; load it onto the shelf if it is missing."""
         if self.key not in shelf:
             shelf[self.key] = self.model()
         return shelf[self.key]
@@ -268,8 +272,10 @@ class _Plan:
         return found
 
     def _check_complete(self, found: Mapping[str, Any]) -> None:
-        """Raise SpecdecError where weights were drawn at random because the checkpoint lacks them: a library only
-        warns. Quantised checkpoints have weights of other names."""
+        """Raise SpecdecError if the checkpoint lacks weights: a library would make them at random and only warn.
+
+        Quantised checkpoints have weights of other names.
+        """
         missing = sorted(found["missing_keys"])
         quantised = "quantization_config" in self.extra or getattr(self.config, "quantization_config", None) is not None
         if missing and not quantised:
@@ -281,14 +287,16 @@ class _Plan:
 
 @contextmanager
 def loading(what: str, fault: Callable[[BaseException], str | None]) -> Iterator[None]:
-    """Around one of transformers' loaders: its failures become one line that names the thing, and the file that is to
-    blame, as `fault` finds it. AssertionError is a mistake in code and not in a file."""
+    """Turn failures of a transformers loader into one line that names the thing and the file to blame.
+
+    fault: finds that file; AssertionErrors are mistakes in code, and pass
+    """
     try:
         yield
     except (AssertionError, SpecdecError):
         raise
     except BaseException as error:
-        # A tokenizer that panics raises what is no Exception.
+        # A tokenizer that panics does not raise an Exception.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise SpecdecError(f"cannot load {what}: {fault(error) or said(error)}") from error
@@ -305,7 +313,7 @@ def _dequantize(name: str) -> Any:
 
 
 def pick_device(device: str | torch.device | None) -> torch.device:
-    """None = CUDA if there is one, else CPU. Raises SpecdecError for a device that is absent or untested."""
+    """Pick a device; None = CUDA if there is one, else CPU. Raises SpecdecError for one that is absent or untested."""
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     chosen = parse_device(device)
@@ -315,7 +323,7 @@ def pick_device(device: str | torch.device | None) -> torch.device:
 
 
 def parse_device(device: Any) -> torch.device:
-    """A device by its name, whether this machine has it or not. Raises SpecdecError for an unsupported kind."""
+    """Parse a device's name, without asking for the device. Raises SpecdecError for an unsupported kind."""
     try:
         chosen = torch.device(device)
     except (RuntimeError, TypeError):
@@ -326,7 +334,7 @@ def parse_device(device: Any) -> torch.device:
 
 
 def check_dtype(dtype: Any, name: str = "dtype") -> torch.dtype | None:
-    """A dtype of weights by its name or as it is; None for None and "auto". Raises SpecdecError for anything else."""
+    """Return a dtype of weights, given or by name; None for None and "auto". Raises SpecdecError for anything else."""
     if dtype is None or dtype == "auto":
         return None
     chosen = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
@@ -336,7 +344,7 @@ def check_dtype(dtype: Any, name: str = "dtype") -> torch.dtype | None:
 
 
 def _choose_dtype(dtype: Any, config: Any, device: torch.device, role: str) -> torch.dtype | None:
-    """None = the checkpoint's."""
+    """Choose the dtype of weights; None = the checkpoint's."""
     chosen = check_dtype(dtype, "dtype" if role == "target" else "draft_dtype")
     if chosen is not None:
         return chosen
@@ -349,7 +357,7 @@ def _choose_dtype(dtype: Any, config: Any, device: torch.device, role: str) -> t
 
 
 def check_is_model(model: Any, role: str) -> None:
-    """Raise SpecdecError for a name or anything else in the place of a model."""
+    """Raise SpecdecError for anything but a model, such as a name."""
     if not hasattr(model, "config") or not callable(getattr(model, "forward", None)):
         raise SpecdecError(
             f"the {role} must be a transformers model, got {model!r:.60}: names and folders go to from_pretrained"
@@ -357,7 +365,7 @@ def check_is_model(model: Any, role: str) -> None:
 
 
 def check_weights(model: Any, role: str) -> None:
-    """Raise SpecdecError for weights that are not there."""
+    """Raise SpecdecError for weights without data."""
     absent = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if absent:
         raise SpecdecError(
@@ -367,8 +375,10 @@ def check_weights(model: Any, role: str) -> None:
 
 
 def check_model_kind(config: Any, role: str, in_hand: bool = False) -> None:
-    """Refuse by name what the engine cannot run. in_hand: the model is there, so that its type need not be one that
-    transformers loads. Raises SpecdecError."""
+    """Raise SpecdecError for what the engine cannot run.
+
+    in_hand: the model is there, so transformers need not know its type
+    """
     kind = getattr(config, "model_type", type(config).__name__)
     if getattr(config, "is_encoder_decoder", False):
         raise SpecdecError(f"{role} ({kind}) is an encoder-decoder model: only decoder-only models are supported")
@@ -395,7 +405,7 @@ def check_model_kind(config: Any, role: str, in_hand: bool = False) -> None:
 
 
 def _has(config: Any, name: str) -> bool:
-    """Whether a config has a field, also one that differs from layer to layer."""
+    """True if a config has a field, also one that differs from layer to layer."""
     try:
         return hasattr(config, name)
     except RuntimeError:
@@ -403,7 +413,7 @@ def _has(config: Any, name: str) -> bool:
 
 
 def check_modules(target: Any, draft: Any, tokenizer: Any, draft_tokenizer: Any, translate: bool) -> PairReport:
-    """The pair report of models in hand. Raises SpecdecError for pairs and models that cannot work."""
+    """Make the pair report of models in hand. Raises SpecdecError for pairs and models that cannot work."""
     facts = []
     for role, model in (("target", target), ("draft", draft)):
         if model is None:

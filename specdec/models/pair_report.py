@@ -22,13 +22,19 @@ SIZE_RATIO_WARNING = 1 / 3
 
 
 def draft_capacity(tokens: int) -> int:
-    """Tokens of the draft's cache for rows of `tokens` of the target's: its vocabulary may need more for one text."""
+    """Return the draft's cache size for rows of `tokens` target tokens: its vocabulary may need more for one text."""
     return 4 * tokens + 64
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """One model of a pair. Sizes in bytes, context in tokens, vocab_size in rows of the embedding."""
+    """One model of a pair.
+
+    parameters: how many numbers
+    weight_bytes: bytes of the weights
+    vocab_size: rows of the embedding
+    context: longest text, in tokens
+    """
 
     role: str
     name: str
@@ -48,7 +54,7 @@ class ModelFacts:
         try:
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(config)
-        except Exception as error:  # whatever transformers trips over in a configuration
+        except Exception as error:  # anything that transformers trips over in a configuration
             raise SpecdecError(f"{role} {name}: its config.json makes no model: {said(error)}") from None
         return ModelFacts._of(role, name, model, text, dtype or model.dtype, device)
 
@@ -69,14 +75,19 @@ class ModelFacts:
         )  # fmt: skip
 
     def kv_bytes(self, batch: int, tokens: int) -> int:
-        """Bytes of the K/V cache for `batch` rows of `tokens` tokens, or of the context where that is shorter."""
+        """Count the bytes of the K/V cache for `batch` rows of `tokens` tokens, at most the context."""
         return kv_cache_bytes(self.config, getattr(torch, self.dtype), batch, min(tokens, self.context))
 
 
 @dataclass
 class PairReport:
-    """models: target, then draft; vocabulary: identical | compatible | translated | unchecked | None (no draft);
-    differing: ids of a compatible pair that stand for one text in one model only: the draft never proposes them."""
+    """What matters about a pair.
+
+    models: target, then draft
+    vocabulary: identical | compatible | translated | unchecked | None (no draft)
+    differing: ids of a compatible pair whose texts differ; the draft never proposes them
+    size_ratio: the draft's parameters over the target's; None without a draft
+    """
 
     models: list[ModelFacts]
     vocabulary: str | None = None
@@ -102,8 +113,10 @@ class PairReport:
         return report
 
     def compare(self, tokenizer: Any, draft_tokenizer: Any, translate: bool) -> None:
-        """Compare two tokenizers (None: there is nothing to compare). Raises SpecdecError for vocabularies that
-        differ, unless the draft is translated through text."""
+        """Compare two tokenizers; None: nothing to compare.
+
+        translate: the draft is translated through text, so vocabularies may differ; else SpecdecError is raised
+        """
         if tokenizer is None or draft_tokenizer is None:
             self.vocabulary = "unchecked"
             if len({m.vocab_size for m in self.models}) > 1:
@@ -132,8 +145,12 @@ class PairReport:
         self.vocabulary = "translated"
 
     def memory(self, batch: int = 1, tokens: int | None = None, width: int = 16) -> dict[str, int]:
-        """Bytes needed before anything is allocated: weights, K/V caches for `batch` rows of `tokens` tokens (default:
-        the target's context), and one verify pass's logits of `width` columns (model dtype, float32, and p)."""
+        """Count the bytes needed, before anything is allocated.
+
+        weights: of all models
+        kv_cache: for `batch` rows of `tokens` tokens (default: the target's context)
+        logits: of one verify pass of `width` columns, in the model's dtype, float32, and as p
+        """
         target = self.models[0]
         tokens = target.context if tokens is None else min(tokens, target.context)
         item = getattr(torch, target.dtype).itemsize
@@ -145,12 +162,12 @@ class PairReport:
         return {**parts, "total": sum(parts.values())}
 
     def _cached(self, tokens: int) -> list[int]:
-        """Tokens a row that each model's cache holds."""
+        """Return the tokens per row that each model's cache holds."""
         draft = draft_capacity(tokens) if self.vocabulary == "translated" else tokens
         return [tokens, draft][: len(self.models)]
 
     def to_dict(self, batch: int = 1, tokens: int | None = None) -> dict[str, Any]:
-        """Plain data, with the memory of `batch` rows of `tokens` tokens."""
+        """Return plain data, with the memory of `batch` rows of `tokens` tokens."""
         models = [{f.name: getattr(m, f.name) for f in fields(m) if f.name != "config"} for m in self.models]
         return {
             "models": models,

@@ -1,4 +1,4 @@
-"""A pass of a model as data: what is fixed in it, what goes in, and what comes out."""
+"""A pass of a model as data: its key, inputs and result."""
 
 from __future__ import annotations
 
@@ -10,14 +10,20 @@ from torch import Tensor
 from specdec.device.buffers import Buffers
 from specdec.models.trees import TreePass
 
-ALL_LAYERS = (-1,)  # of `PassKey.observed`
+ALL_LAYERS = (-1,)  # for `PassKey.observed`
 
 
 class PassKey(NamedTuple):
-    """What is fixed in a pass: `batch` rows from `first_row` on, `width` columns, the K/V length that is read, how many
-    columns of logits (0 = all), which hidden states are returned (`ALL_LAYERS` = all; None also says
-    that nobody observes the pass), and the slots of a tree's
-    region (0 = no tree), and the layers that are left out."""
+    """What is fixed in a pass.
+
+    batch, first_row: the rows that take part: `batch` of them, from `first_row` on
+    width: columns, i.e. tokens fed to each row
+    kv_len: slots of the cache that are read
+    keep: logits of so many last columns are computed; 0 = all
+    observed: layers whose hidden states are returned; None: nobody observes the pass
+    region: slots of a tree; 0 = no tree
+    skip: layers that are left out
+    """
 
     batch: int
     first_row: int
@@ -30,19 +36,23 @@ class PassKey(NamedTuple):
 
     @property
     def passes(self) -> int:
-        """Passes of the model in a program of this key."""
+        """Passes of the model in a recorded function of this key."""
         return 1
 
     @property
     def is_prefill(self) -> bool:
-        """Whether this is prefill: of the chunks of prompts few have the same key, unless calls repeat."""
+        """True for prefill, whose keys rarely come again unless calls repeat."""
         return self.keep > 0
 
 
 @dataclass(frozen=True)
 class PassInputs(Buffers):
-    """What varies: tokens [B, S], layout [2, B] (where each row starts and how many of its tokens are real), and where
-    the tokens stand in trees. All on the model's device."""
+    """What varies in a pass; all on the model's device.
+
+    tokens [B, S]: ids
+    layout [2, B]: first slot of each row, and how many of its tokens are real
+    tree: where the tokens are in trees; None: all rows hold chains
+    """
 
     tokens: Tensor
     layout: Tensor
@@ -51,7 +61,11 @@ class PassInputs(Buffers):
 
 @dataclass(frozen=True)
 class PassResult(Buffers):
-    """logits [B, S', V]; hidden: states [B, S, H] of the observed layers, or None."""
+    """What a pass returns.
+
+    logits [B, S', V]
+    hidden [B, S, H]: states of each observed layer; None: none is observed
+    """
 
     logits: Tensor
     hidden: tuple[Tensor, ...] | None = None

@@ -1,9 +1,9 @@
-"""Models with quantised modules: which of them a pass of several tokens computes as a pass of one.
+"""Models with quantised modules, and whether speculation may change their text.
 
-Weights in few bits change nothing for speculation: each token's logits are computed from the same numbers. Activations
-in few bits do: they are rounded in each pass, with a scale that all tokens of the pass share (torch.ao), or so coarsely
-that differences of the last bit between two passes become large (torchao). The text of a target would then depend on
-what was drafted, so it is refused; as a draft such a model is as good as any.
+Weights in few bits are harmless: each token's logits are computed from the same numbers. Activations in few bits are
+not: they are rounded in each pass, with a scale that all tokens of the pass share (torch.ao), or so coarsely that
+differences of the last bit between two passes become large (torchao). A target's text would then depend on what was
+drafted, so it is refused; as a draft such a model is as good as any.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from specdec.errors import SpecdecError
 
-# Modules whose results have a scale of their own; of those with float16 weights it is not used.
+# Modules whose results have their own scale; those with float16 weights do not use it.
 QUANTISED_ACTIVATIONS = ("torch.ao.nn.quantized", "torch.nn.quantized")
 
 
 def weight_of(module: nn.Module) -> Tensor | None:
-    """A module's weight; of torch.ao's quantised modules, where `weight` is a method, a copy of it."""
+    """Return a module's weight; a copy for torch.ao's quantised modules, where `weight` is a method."""
     weight = getattr(module, "weight", None)
     if callable(weight) and not isinstance(weight, Tensor):
         weight = weight()
@@ -30,7 +30,7 @@ def weight_of(module: nn.Module) -> Tensor | None:
 
 
 def rows_of(module: Any) -> int | None:
-    """How many ids an embedding or a head knows. Packed weights have other shapes than the layer."""
+    """Return how many ids an embedding or a head knows. Packed weights have other shapes than the layer."""
     weight = None if callable(getattr(module, "weight", None)) else weight_of(module)
     width = getattr(module, "embedding_dim", None) or getattr(module, "in_features", None)
     if weight is not None and weight.ndim == 2 and width in (None, weight.shape[1]):
@@ -40,7 +40,7 @@ def rows_of(module: Any) -> int | None:
 
 
 def rounds_activations(model: nn.Module) -> str | None:
-    """What in a model rounds activations to few bits; None if nothing does."""
+    """Name what rounds a model's activations to few bits; None if nothing does."""
     for module in model.modules():
         kind = type(module)
         if kind.__module__.startswith(QUANTISED_ACTIVATIONS):
@@ -55,7 +55,7 @@ def rounds_activations(model: nn.Module) -> str | None:
 
 
 def is_quantised(model: Any) -> bool:
-    """Whether a model's products are not those of plain tensors: by its config, its weights or its modules."""
+    """True if a model's config, weights or modules say that its products are not those of plain tensors."""
     if getattr(model.config, "quantization_config", None) is not None:
         return True
     packages = (*QUANTISED_ACTIVATIONS, "bitsandbytes")

@@ -1,12 +1,11 @@
-"""Rotary embeddings whose factors depend on how long a text is ("longrope": Phi-3, Phi-4-mini, PhiMoE, MiniCPM3, ...).
+"""Rotary embeddings whose factors depend on the length of the text ("longrope": Phi-3, Phi-4-mini, PhiMoE, ...).
 
 Below `original_max_position_embeddings` tokens such a model rotates with short factors, from there on with long ones:
-keys and queries of all positions alike, so that what is cached with one kind is of no use to the other. transformers
-chooses by the largest position of a pass, for all of its rows; a row would then depend on its neighbours and on how
-far a draft reaches. Here each row has a kind of its own (`RaggedCache.set_long`): the logits at position i come from
-a forward in which every position has short factors if i < `switch`, and long ones otherwise. That is what a plain
-forward over the text computes. No pass of a row may straddle the switch (`Runner.before_switch`), and a row that
-reaches it is computed anew (`Runner.follow`).
+keys and queries of all positions alike, so keys cached with one kind are useless with the other. transformers chooses
+by the largest position of a pass, for all of its rows; a row would then depend on its neighbours and on how far a draft
+reaches. Here each row has its own kind (`RaggedCache.set_long`): the logits at position i come from a forward in which
+every position has short factors if i < `switch`, and long ones otherwise, as in a plain forward over the text. No pass
+of a row may straddle the switch (`Runner.before_switch`), and a row that reaches it is recomputed (`Runner.follow`).
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ LONG = "longrope"
 
 
 def rope_settings(config: Any) -> list[dict[str, Any]]:
-    """Every set of rope parameters in a text config: there can be one a layer type, and old configs call it
-    `rope_scaling`."""
+    """List the sets of rope parameters in a text config: one per layer type; old configs call it `rope_scaling`."""
     found = []
     for name in ("rope_parameters", "rope_scaling"):
         value = vars(config).get(name)  # as an attribute the old name may be an alias that warns
@@ -38,13 +36,15 @@ def rope_settings(config: Any) -> list[dict[str, Any]]:
 
 
 def rope_type(settings: dict[str, Any]) -> str:
-    """The kind of rope that a set of parameters describes."""
+    """Return the kind of rope that a set of parameters describes."""
     return str(settings.get("rope_type") or settings.get("type"))
 
 
 def switch_position(config: Any, role: str = "model") -> int | None:
-    """The first position that is computed with long factors; None if the factors never change. Raises SpecdecError
-    for layers that change them at different positions."""
+    """Return the first position with long factors; None if the factors never change.
+
+    Raises SpecdecError for layers that change them at different positions.
+    """
     long = [settings for settings in rope_settings(config) if rope_type(settings) == LONG]
     fallback = getattr(config, "original_max_position_embeddings", None)
     found = {settings.get("original_max_position_embeddings") or fallback for settings in long}
@@ -65,7 +65,7 @@ class RowRope:
 
     @contextmanager
     def on(self, long: Tensor) -> Iterator[None]:
-        """Inside, rows [B] of a pass rotate with long factors where `long` says so."""
+        """Rotate the rows of a pass with long factors where `long` [B] is True."""
         for module, both in self.modules.items():
             both.long = long
             vars(module)["forward"] = both
@@ -81,7 +81,7 @@ def _is_long(kinds: Any) -> bool:
 
 
 class _Both:
-    """A rotary module's forward, for rows of both kinds. It runs on copies of the module, since transformers' forward
+    """A rotary module's forward for rows of both kinds. It runs on copies of the module, because transformers' forward
     leaves the factors of its last pass in the module's buffers."""
 
     def __init__(self, module: nn.Module, switch: int):
@@ -91,7 +91,7 @@ class _Both:
 
     def __call__(self, x: Tensor, position_ids: Tensor, *given: Any, **named: Any) -> Any:
         assert self.long is not None
-        # The modules look at the largest position: none is beyond the switch, then one more that surely is.
+        # The modules look at the largest position: here none is past the switch, then one is added that is.
         near = self.short(x, position_ids.clamp(max=self.switch - 1), *given, **named)
         further = F.pad(position_ids, (0, 1), value=self.switch)
         far = self.far(x, further, *given, **named)
@@ -101,5 +101,5 @@ class _Both:
 
 
 def _pick(long: Tensor, far: Tensor, near: Tensor) -> Tensor:
-    """far [B, S + 1, D] where a row is long [B], else near [B, S, D]."""
+    """Take far [B, S + 1, D] where a row is long [B], else near [B, S, D]."""
     return torch.where(long.view(-1, *(1,) * (near.ndim - 1)), far[:, :-1], near)

@@ -4,12 +4,12 @@ A pass feeds up to S tokens to each row of the batch. Widths S come from a short
 attention reads, so that a CUDA graph or compiled variant (device/graphs.py) is made once per shape and not once per
 call. Shorter rows are padded: padding goes to the cache's trash slot and its logits are ignored.
 
-Passes over a leased cache are replayed from graphs where the mode says so; prefill, which feeds rows in wide chunks,
-when a chunk of the same shape comes to the same rows again. Everything that a pass computes from its inputs
-it computes from tensors, so that a graph needs no more than its input buffers refilled.
+Passes over a leased cache are replayed from graphs if the mode says so; prefill, which feeds rows in wide chunks, only
+when a chunk of the same shape comes to the same rows again. A pass computes from tensors alone, so a graph only needs
+its input buffers refilled.
 
-In exact mode there is one width and one K/V length for the whole call; a token's logits are then computed by the
-same kernels in the same order, whatever else is in the pass (design notes in docs/exactness.md).
+In exact mode there is one width and one K/V length for the whole call; a token's logits are then computed by the same
+kernels in the same order, whatever else is in the pass (docs/exactness.md).
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from specdec.models.view import ModelView
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# On a CPU every padded token costs its share of the weights' arithmetic, so narrow widths are all there; on a GPU a
-# pass of 8 costs what a pass of 1 costs, and few shapes mean few graphs.
+# On a CPU every padded token costs as much arithmetic as another, so all narrow widths are there; on a GPU a pass of 8
+# costs what a pass of 1 costs, and few shapes mean few graphs.
 CPU_WIDTHS = (*range(1, 18), 24, 32, 48, 64, 128, 256, 512)
 CUDA_WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512)
-CPU_VERIFY, CUDA_VERIFY = 17, 16  # most tokens of a row in a verify pass, unless a drafter asks for more
+CPU_VERIFY, CUDA_VERIFY = 17, 16  # most tokens per row in a verify pass, unless a drafter asks for more
 EXACT_WIDTH = 8
 EXACT_PREFILL = (64, 128, 192, 256, 384, 512)
-# From about a thousand tokens on a GPU's time is arithmetic: more tokens a pass would take memory and win nothing.
+# From about a thousand tokens on a GPU's time is arithmetic: more tokens per pass would take memory and gain nothing.
 TOGETHER = 2048
 UNBOUNDED = 1 << 30  # the context of a model that states none
 KV_STEP = 256  # caches of about the same size are one size, so that the next call finds its graphs
@@ -59,12 +59,14 @@ KV_STEP = 256  # caches of about the same size are one size, so that the next ca
 
 @dataclass(frozen=True)
 class Shapes:
-    """The fixed shapes of one call.
+    """The fixed shapes of one call; all in tokens.
 
-    widths: allowed tokens a pass and row, ascending; verify_width: most tokens a verify pass feeds to a row (longer
-    drafts go in chunks); kv_step: K/V lengths are rounded up to its multiples (tokens); kv_parts: if > 0, the step
-    grows with the length, to so many steps a doubling; kv_fixed: one K/V length for the whole call, or None;
-    together: tokens, padding included, that a pass of prefill feeds at most to several rows (0: to each row alone).
+    widths: allowed widths of a pass, per row, ascending
+    verify_width: most tokens that a verify pass feeds to a row; longer drafts go in chunks
+    kv_step: K/V lengths are rounded up to its multiples
+    kv_parts: if > 0, that step grows with the length, to so many steps per doubling
+    kv_fixed: one K/V length for the whole call, or None
+    together: most tokens, padding included, that a pass of prefill feeds to several rows; 0: rows are fed alone
     """
 
     widths: tuple[int, ...]
@@ -76,8 +78,12 @@ class Shapes:
 
     @staticmethod
     def choose(device: torch.device, exact: bool, capacity: int, columns: int = 0) -> Shapes:
-        """The shapes of a call; columns: tokens a row that its verify passes should have room for, if more than usual
-        (a tree cannot be verified in chunks). In exact mode all passes have one width."""
+        """Choose the shapes of a call.
+
+        exact: all passes have one width
+        capacity: slots of the cache per row
+        columns: tokens per row that a verify pass should have room for, if more than usual: a tree is never chunked
+        """
         together = 0 if device.type == "cpu" else TOGETHER
         if exact:
             return Shapes((EXACT_WIDTH, *EXACT_PREFILL), EXACT_WIDTH, 1, kv_fixed=capacity, together=together)
@@ -89,14 +95,15 @@ class Shapes:
 
     @property
     def exact(self) -> bool:
-        """Whether all passes have one shape."""
+        """True if all passes have one shape."""
         return self.kv_fixed is not None
 
     def width(self, tokens: int) -> int:
-        """The narrowest allowed width for `tokens` tokens."""
+        """Return the narrowest allowed width for `tokens` tokens."""
         return self.widths[bisect_left(self.widths, tokens)]
 
     def kv_len(self, tokens: int, capacity: int) -> int:
+        """Return the K/V length of a pass that reads `tokens` slots of `capacity`."""
         if self.kv_fixed is not None:
             return self.kv_fixed
         return min(capacity, rounded_up(tokens, self.kv_step, self.kv_parts))
@@ -104,13 +111,14 @@ class Shapes:
 
 @dataclass
 class PassOutput:
-    """What a pass gives, and what drafters that learn from the target see (`observe`).
+    """What a pass returns, and what drafters that learn from the target see (`observe`).
 
-    logits [B', S', V], in the model's dtype
-    tokens [B', S], as fed: row b is slot `first_row + b`, at the positions `starts[b]...`, `counts[b]` of them real
-    hidden: hidden states [B', S, H] of the observed `layers`, or None where nothing observes
+    logits [B', S', V]: in the model's dtype
+    tokens [B', S]: fed ids; row b is slot `first_row + b`
+    starts, counts: row b's tokens are at positions `starts[b]`, `starts[b] + 1`, ..., `counts[b]` of them real
+    hidden [B', S, H]: states of each observed layer; None: nothing observes
     layers: their indices, 0 = the embedding's output, i = after block i; or `ALL_LAYERS`
-    tree: where the tokens really are when rows of the pass hold trees
+    tree: where the tokens really are if rows hold trees
     """
 
     logits: Tensor
@@ -123,7 +131,7 @@ class PassOutput:
     layers: tuple[int, ...] = ()
 
     def states(self, layers: Sequence[int]) -> Tensor:
-        """Hidden states of these layers side by side, [B', S, H * layers]."""
+        """Concatenate the hidden states of these layers, [B', S, H * layers]."""
         assert self.hidden is not None, "nothing observes this pass"
         places = layers if self.layers == ALL_LAYERS else [self.layers.index(i) for i in layers]
         return torch.cat([self.hidden[i] for i in places], dim=-1)
@@ -133,16 +141,17 @@ class PassOutput:
 class Runner:
     """A model, specdec's view of it and its mask builder. Holds no state of any call: caches are passed in.
 
-    model: the caller's, which is left alone (models/view.py).
-    compile: "off", "graph", "inductor", "max" or "auto" (device/graphs.py); `mode` is what became of it on this device.
-    fuse: projections of one input as one product (models/fuse_projections.py).
-    skip: layers that are left out (models/layer_subset.py).
+    model: the caller's, which is left alone (models/view.py)
+    compile: "off", "graph", "inductor", "max" or "auto" (device/graphs.py); `mode` is what it means on this device
+    recorder: None = CUDA graphs, if the mode asks for any
+    fuse: compute projections of one input as one product (models/fuse_projections.py)
+    skip: layers that are left out (models/layer_subset.py)
     """
 
     model: Any
     attn_implementation: str | None = None
     compile: str = "off"
-    recorder: Recorder | None = None  # None = CUDA graphs, where the mode asks for any
+    recorder: Recorder | None = None
     fuse: bool = False
     skip: tuple[int, ...] = ()
     pool: CachePool = field(init=False)
@@ -157,7 +166,7 @@ class Runner:
         self._adopt()
 
     def _adopt(self) -> None:
-        """Take over what the model is now."""
+        """Read everything anew from the model."""
         self.config: Any = self.model.config.get_text_config()
         self.facts = self.measure()
         self.device, self.dtype, self.embedded, self.vocab_size, self.context, n_layers = self.facts
@@ -184,8 +193,10 @@ class Runner:
         return self.facts[-1]
 
     def without_layers(self, skip: tuple[int, ...]) -> Runner:
-        """A runner of the same model without some layers, for passes over this one's caches. Made once; its passes are
-        recorded where this one's are, and never compiled."""
+        """Return a runner of the same model without some layers, for passes over this one's caches.
+
+        It is made once; its passes are recorded if this one's are, and never compiled.
+        """
         made = self.subsets.get(skip)
         if made is None:
             attention = None if self.own_attention else self.attn_implementation
@@ -198,14 +209,16 @@ class Runner:
         leave_out(model, self.measure()[-1], self.skip)
 
     def exclude(self, ids: Sequence[int]) -> None:
-        """As a draft, never propose these ids: they mean another text to the target. `excluded`: those of them that
-        the model has, int64 [n] where its recorded programs find them again, or None."""
+        """As a draft, never propose these ids: they mean another text to the target.
+
+        `excluded` holds those that the model has, int64 [n], where recorded functions find them again; or None.
+        """
         self.excluded_ids = tuple(ids)
         known = [i for i in self.excluded_ids if 0 <= i < self.vocab_size]
         self.excluded = to_device(known, self.device) if known else None
 
     def measure(self) -> tuple[torch.device, torch.dtype, int, int, int, int]:
-        """Device, dtype, ids that can be fed, ids that exist, context and layers of the model as it is."""
+        """Return device, dtype, ids that can be fed, ids that exist, context and layers of the model now."""
         table, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
         embedded = rows_of(table) or int(self.model.config.get_text_config().vocab_size)
         # Padded embeddings and heads can differ in rows; ids that only one of them has do not exist.
@@ -216,7 +229,7 @@ class Runner:
         return device, self.model.dtype, embedded, known, context_length(config), len(layer_configs(config))
 
     def refresh(self) -> None:
-        """Follow what the caller has done to the model since: modules, attributes, vocabulary, dtype, device."""
+        """Follow the caller's changes to the model: modules, attributes, vocabulary, dtype, device."""
         changed = self.view.refresh()
         if changed or self.measure() != self.facts:
             self._adopt()
@@ -233,10 +246,14 @@ class Runner:
         observed: tuple[int, ...] | None = None,
         tree: TreePass | None = None,
     ) -> PassOutput:
-        """One pass. tokens [B, S] on the model's device, S an allowed width; row b feeds `counts[b]` of them at the
-        positions `starts[b], starts[b] + 1, ...` (0 = the row takes no part), or where `tree` puts them. `rows` names
-        the cache rows that the batch stands for (default all); `keep` > 0 computes logits of the last `keep` columns
-        only; `observed`: hidden states to return as well (`ALL_LAYERS` = all).
+        """Run one pass.
+
+        tokens [B, S]: ids on the model's device; S is an allowed width
+        starts, counts: row b feeds `counts[b]` of them from position `starts[b]` on; 0 = the row takes no part
+        rows: the rows of the cache that take part; None = all
+        keep: logits of so many last columns are computed; 0 = all
+        observed: layers whose hidden states are returned; None: nobody observes the pass
+        tree: where the tokens are, if rows hold trees
         """
         region = 0 if tree is None else tree.region
         reach = max(s + max(c, region) for s, c in zip(starts, counts, strict=True))
@@ -248,23 +265,25 @@ class Runner:
         return PassOutput(result.logits, tokens, starts, counts, key.first_row, result.hidden, tree, key.observed or ())
 
     def key(self, cache: RaggedCache, shapes: Shapes, width: int, reach: int, region: int = 0) -> PassKey:
-        """The key of a pass over all rows that reads no slot from `reach` on; region: slots of a row's tree."""
+        """Make the key of a pass over all rows that reads no slot from `reach` on; region: slots of a row's tree."""
         return PassKey(cache.batch, 0, width, shapes.kv_len(reach, cache.capacity), region=region, skip=self.skip)
 
     def forward(self, cache: RaggedCache, key: PassKey, inputs: PassInputs) -> PassResult:
-        """A pass, replayed where it can be."""
+        """Run a pass, replayed if possible."""
         return self.run(cache, key, inputs, lambda given: self.compute(cache, key, given))
 
     @pinned()
-    def run(self, cache: RaggedCache, key: Key, inputs: I, program: Callable[[I], R]) -> R:
-        """Run a program around passes over `cache`, replayed where it can be. `key` names everything that the program
-        depends on beside its inputs."""
+    def run(self, cache: RaggedCache, key: Key, inputs: I, function: Callable[[I], R]) -> R:
+        """Call a function that makes passes over `cache`, or replay its recording.
+
+        key: all that the function depends on, except its inputs
+        """
         if self.graphs is None or cache.graphs is None:
-            return program(inputs)
-        return self.graphs.run(cache.graphs, key, inputs, program)
+            return function(inputs)
+        return self.graphs.run(cache.graphs, key, inputs, function)
 
     def compute(self, cache: RaggedCache, key: PassKey, inputs: PassInputs) -> PassResult:
-        """The pass itself, from tensors alone: no value of `inputs` is known here."""
+        """Compute the pass from tensors alone: no value of `inputs` is known here."""
         forward = None if key.is_prefill else self.compiled  # compiling takes longer than one prompt's chunks save
         prepare = self.prepare if forward is None or inputs.tree is not None else self.part(self.prepare)
         tokens, positions, slots, masks = prepare(inputs, key.width, key.kv_len, cache.capacity)
@@ -289,7 +308,7 @@ class Runner:
         biased = self.alibi.on(cast(Tensor, masks)) if self.alibi is not None else nullcontext()
         with self.view.attending(attention), fused, rotated, biased:
             if forward is not None and not cache.nbytes:
-                self.view.model(**arguments)  # allocates: compiled code that did would be another program than the next
+                self.view.model(**arguments)  # allocates: compiled code that does so would be compiled once more
             out = (forward or self.view.model)(**arguments)
         if not key.observed:
             return PassResult(out.logits)
@@ -299,10 +318,10 @@ class Runner:
     def prepare(
         self, inputs: PassInputs, width: int, kv_len: int, capacity: int
     ) -> tuple[Tensor, Tensor, Tensor, Mask]:  # fmt: skip
-        """(ids, positions, slots) [B, S] and the masks of a pass."""
+        """Return (ids, positions, slots) [B, S] and the masks of a pass."""
         layout, tree = inputs.layout, inputs.tree
         # Ids that the embedding lacks can only be padding ids of a wider partner's vocabulary; feeding another id
-        # there costs acceptance, never correctness.
+        # costs acceptance, never correctness.
         tokens = inputs.tokens.clamp(max=self.embedded - 1)
         column = torch.arange(width, device=self.device)
         real = column < layout[1, :, None]  # [B, S]
@@ -312,8 +331,7 @@ class Runner:
         return tokens, positions, torch.where(real, slots, capacity), self.masks(positions, kv_len, tree)
 
     def part(self, function: F) -> F:
-        """A function of tensors that programs run beside passes, compiled where those are. It must not be made anew for
-        each call: it is compiled once a shape."""
+        """Compile a function of tensors if passes are compiled, once per shape. It must not be made anew per call."""
         if self.compiled is None:
             return function
         if function not in self.parts:
@@ -323,7 +341,7 @@ class Runner:
         return cast(F, self.parts[function])
 
     def check_trees(self, strategy: str) -> None:
-        """Raise SpecdecError if the self-test has found that the model cannot be given trees."""
+        """Raise SpecdecError if the self-test has found that the model cannot verify trees."""
         if self.tree_fault is not None:
             raise SpecdecError(
                 f"strategy {strategy!r} drafts trees, but {self.tree_fault}; give it no tree and no branches: chains "
@@ -331,14 +349,16 @@ class Runner:
             )
 
     def before_switch(self, position: int) -> int:
-        """How many tokens after the one at `position` are rotated as it is (models/rope.py)."""
+        """Return how many tokens after the one at `position` have its rotation factors (models/rope.py)."""
         if self.rope is None or position >= self.rope.switch:
             return self.context
         return self.rope.switch - 1 - position
 
     def follow(self, cache: RaggedCache, row: int, position: int) -> bool:
-        """Have a row rotated as a text whose newest token is at `position`. Returns whether that is another way than
-        before, so that nothing the row holds is of use."""
+        """Set a row's rotation for a text whose newest token is at `position`.
+
+        Returns True if it changed: then what the row holds is useless.
+        """
         long = self.rope is not None and position >= self.rope.switch
         if long == cache.is_long[row]:
             return False
@@ -346,7 +366,7 @@ class Runner:
         return True
 
     def lease(self, batch: int, capacity: int) -> RaggedCache:
-        """A cache for a call, to be given back to `pool`; with its recorded passes, if the weights have stayed."""
+        """Lease a cache for a call, to be given back to `pool`; with its recorded passes, unless weights have moved."""
         cache = self.pool.lease(batch, capacity)
         if self.graphs is not None:
             now = recorded_from(self.view)
@@ -356,11 +376,11 @@ class Runner:
 
     @property
     def recorded(self) -> tuple[int, float]:
-        """(graphs, seconds): passes recorded so far, and what that took."""
+        """(graphs, seconds): functions recorded so far, and the time that took."""
         return (self.graphs.captures, self.graphs.seconds) if self.graphs is not None else (0, 0.0)
 
     def compile_report(self, before: tuple[int, float]) -> dict[str, Any]:
-        """What passes run as, for provenance; `before`: `recorded` as the call began."""
+        """Report how passes run, for provenance; before: `recorded` when the call began."""
         graphs, seconds = self.recorded
         captured = {"captured": graphs - before[0], "seconds": seconds - before[1]}
         made: dict[str, Any] = {"mode": self.mode, "graphs": graphs, **captured}
@@ -371,13 +391,13 @@ class Runner:
 
     @property
     def failures(self) -> dict[str, str]:
-        """Kind of program -> why none of its kind is recorded."""
+        """Kind of function -> why none of its kind is recorded."""
         return {} if self.graphs is None else dict(self.graphs.failures)
 
     def _choose_graphs(self) -> None:
         self.mode = "graph" if self.recorder is not None else choose_mode(self.compile, self.model, self.device)
         if self.alibi is not None and self.mode in ("inductor", "max"):
-            self.mode = "graph"  # its attention has another mask in every pass, which compiled code would be made for
+            self.mode = "graph"  # its mask is a new object in every pass, for which code would be compiled again
         self.graphs: Graphs | None = None
         self.compiled: Forward | None = None
         self.parts: dict[Any, CompiledFunction] = {}
@@ -395,15 +415,14 @@ class Runner:
         seen: Callable[[PassOutput], None] | None = None,
         observed: tuple[int, ...] | None = None,
     ) -> None:
-        """Write `tokens[row]` of every row at the positions `starts[row]...`, in chunks of the widest allowed width.
+        """Write `tokens[row]` of every row from position `starts[row]` on, in chunks of the widest allowed width.
 
-        Rows that lie side by side are fed together as far as `shapes` says, else each alone (batch 1), and then its
-        cache does not depend on its neighbours. One column of logits a row and chunk is computed because models always
-        compute some; it is not used. `seen` is called with every chunk's output, the `observed` hidden states
-        included.
+        Neighbouring slots are fed together as far as `shapes` says, else each alone (batch 1): then a row's cache does
+        not depend on its neighbours. One column of logits is computed because models always compute some; it is unused.
+        seen: called with every chunk's output, which includes the `observed` hidden states
         """
         widest = shapes.widths[-1]
-        for rows in _side_by_side({row: len(ids) for row, ids in tokens.items()}, shapes):
+        for rows in _ranges({row: len(ids) for row, ids in tokens.items()}, shapes):
             for offset in range(0, max(len(tokens[row]) for row in rows), widest):
                 chunks = [list(tokens[row][offset : offset + widest]) for row in rows]
                 counts = [len(chunk) for chunk in chunks]
@@ -418,8 +437,8 @@ class Runner:
                     seen(out)
 
 
-def _side_by_side(lengths: Mapping[int, int], shapes: Shapes) -> Iterator[range]:
-    """Rows with anything to feed, in ranges that are fed together."""
+def _ranges(lengths: Mapping[int, int], shapes: Shapes) -> Iterator[range]:
+    """Yield rows with anything to feed, in ranges that are fed together; lengths: row -> tokens."""
     run: list[int] = []
     for row in sorted(row for row, length in lengths.items() if length):
         width = shapes.width(min(max(lengths[r] for r in (*run, row)), shapes.widths[-1]))
@@ -432,7 +451,7 @@ def _side_by_side(lengths: Mapping[int, int], shapes: Shapes) -> Iterator[range]
 
 
 def context_length(config: Any) -> int:
-    """Positions the model was made for; a large number where the config states none."""
+    """Return the positions a model was made for; a large number if the config states none."""
     for name in ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions"):
         value = getattr(config, name, None)
         if isinstance(value, int) and value > 0:

@@ -1,12 +1,11 @@
 """The self-test of a loaded model: every kind of pass that the loop makes, against a plain forward over the texts.
 
-Two texts with a common beginning take the way of rows in a call. The first is prefilled; a tree with wrong branches is
-fed, one row alone having it while its neighbour stands at positions far away; the accepted path is compacted; what the
-texts share is copied; then both rows get chunks of different lengths, and last one token each. All logits must be those
-of a plain forward.
+Two texts with a shared prefix take the way of rows in a call. The first is prefilled; it is fed a tree with wrong
+branches, while its neighbour is at positions far away; the accepted path is compacted; the shared prefix is copied;
+then both rows get chunks of different lengths, and last one token each. All logits must be those of a plain forward.
 
-So a model is refused whose attention or positions do not go through the cache's interface (some ask the cache for its
-length inside attention), or whose rows depend on one another. Where only trees are wrong, only trees are refused.
+A model is refused if its attention or positions do not go through the cache's interface (some ask the cache for its
+length inside attention), or if rows depend on one another. If only trees are wrong, only trees are refused.
 """
 
 from __future__ import annotations
@@ -27,20 +26,20 @@ from specdec.models.trees import Parents, Tree, TreePass, chain_parents, moves
 from specdec.models.view import ModelView
 
 LENGTH = 14  # tokens of a text
-TAIL = 6  # of them that are not prefilled
+TAIL = 6  # those of them that are not prefilled
 TREE = (-1, -1, 0, 1)  # a wrong branch before the right one: slots are not positions
 PATH = (2, 4)  # the columns of the right branch
-FAR = 1 << 17  # where the row's neighbour stands, if the context is as long
+FAR = 1 << 17  # position of the row's neighbour, if the context is as long
 
 
 @pinned()
 def self_test(runner: Runner, role: str) -> None:
-    """Raises SpecdecError for a model that is not supported; sets `runner.tree_fault` where trees are not."""
+    """Raise SpecdecError for a model that is not supported; set `runner.tree_fault` if only trees are not."""
     kind = f"{role} ({runner.config.model_type})"
     test = _SelfTest(runner)
     try:
         expected = test.plain()
-    except Exception as error:  # whatever a model trips over in its own code
+    except Exception as error:  # anything that a model trips over in its own code
         raise SpecdecError(f"{kind} is not supported: {plain_cause(runner)} ({first_line(error)})") from error
     if test.looks_ahead(expected):
         raise SpecdecError(f"{kind} is not supported: {cause(runner, test.first, expected[0], looks_ahead=True)}")
@@ -72,12 +71,12 @@ class _SelfTest:
         ids = torch.randint(0, runner.vocab_size, (3, self.length), generator=torch.Generator().manual_seed(0))
         ids[1, : self.shared] = ids[0, : self.shared]
         self.first, self.second, self.wrong = ids.tolist()
-        # A context that is not stated may still be that of a table of positions.
+        # A context that is not stated may still be the size of a table of positions.
         context = 2 * self.length if runner.context == UNBOUNDED else min(runner.context, FAR)
         self.far = max(0, context - len(TREE) - 1)
 
     def plain(self) -> Tensor:
-        """Logits [2, n, V] of both texts."""
+        """Compute the logits [2, n, V] of both texts by a plain forward."""
         runner = self.runner
         # Eager is the only stock path that honours everything a model asks for (soft caps, sinks).
         view = ModelView(runner.model, "eager")
@@ -86,13 +85,16 @@ class _SelfTest:
             return view.model(input_ids=ids, use_cache=False).logits.float()
 
     def looks_ahead(self, expected: Tensor) -> bool:
-        """Whether what follows what the texts have in common changes the logits there."""
+        """True if what follows the shared prefix changes its logits."""
         first, second = expected[:, : self.shared]
         return not _relative(first, second) < (1e-4 if self.runner.dtype == torch.float32 else 0.02)
 
     def fault(self, expected: Tensor, tree: bool, far: bool) -> str | None:
-        """What is wrong with the passes; None if nothing is. tree: with one, else with a wrong chain in its place;
-        far: beside a row that stands far away."""
+        """Say what is wrong with the passes; None if nothing is.
+
+        tree: feed a tree, else a wrong chain in its place
+        far: with a neighbour at positions far away
+        """
         try:
             found = self._passes(tree, far)
         except Exception as error:
@@ -110,7 +112,7 @@ class _SelfTest:
         return None
 
     def _passes(self, tree: bool, far: bool) -> list[tuple[int, int, Tensor]]:
-        """(row, position, logits [n, V] from there on) of every pass."""
+        """Run the passes; returns (row, position, logits [n, V] from there on) of each."""
         runner, n, start = self.runner, self.length, self.start
         cache = RaggedCache(runner.pool.n_layers, 2, n + len(TREE))
         long = runner.rope is not None and n > runner.rope.switch
@@ -129,7 +131,7 @@ class _SelfTest:
         return [(0, start, branch), *chunks, *((row, n - 1, last[row, :1]) for row in (0, 1))]
 
     def _tree(self, cache: RaggedCache, tree: bool, far: bool) -> Tensor:
-        """Feed a tree, or a chain, of which the first tokens are right; returns their logits [n, V]."""
+        """Feed a tree, or a chain, whose first tokens are right; returns their logits [n, V]."""
         start, first, wrong = self.start, self.first, self.wrong
         if self.length < LENGTH:  # a context of a few tokens
             return torch.empty((0, self.runner.vocab_size))
@@ -148,8 +150,11 @@ class _SelfTest:
         self, cache: RaggedCache, fed: Sequence[list[int]], starts: Sequence[int],
         parents: Parents | None = None, far: int = 0,
     ) -> Tensor:  # fmt: skip
-        """One pass of both rows; logits [2, S, V]. parents: both hold such a tree, the second one `far` positions away
-        from where its slots are."""
+        """Run one pass of both rows; returns logits [2, S, V].
+
+        parents: both rows hold such a tree
+        far: positions of the second row's tree, less its slots
+        """
         runner, shapes = self.runner, self._shapes(cache.capacity)
         counts = [len(ids) for ids in fed]
         width = shapes.width(max(counts))
@@ -159,7 +164,7 @@ class _SelfTest:
             tree = Tree.of_rows([parents, parents], width, runner.device)
             tree.depths[1] += far
             where = TreePass.of(tree, to_device(list(starts), runner.device), to_device(counts, runner.device))
-        # As prefill: compiled code is made for passes that come again.
+        # As prefill, which is not compiled: these passes never come again.
         keep = width if max(counts) > 1 else 0
         return runner.step(cache, shapes, tokens, starts, counts, keep=keep, tree=where).logits
 

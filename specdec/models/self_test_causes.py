@@ -1,4 +1,4 @@
-"""Why a model fails the self-test, in words: what it has that specdec cannot do. Asked only once it has failed."""
+"""Says why a model has failed the self-test: what it has that specdec cannot do."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ UNKNOWN = "its attention or its positions do not follow the masks and position_i
 
 
 def plain_cause(runner: Runner) -> str:
-    """Why a plain forward, without any cache, fails."""
+    """Say why a plain forward, without any cache, fails."""
     config, dtypes = runner.config, sorted({str(p.dtype).removeprefix("torch.") for p in runner.model.parameters()})
     heads, kv_heads = (field_of(config, f"num_{kind}_heads") for kind in ("attention", "key_value"))
     if field_of(config, "kv_lora_rank") and heads != kv_heads:
@@ -36,8 +36,12 @@ def plain_cause(runner: Runner) -> str:
 
 
 def cause(runner: Runner, ids: Sequence[int], expected: Tensor, looks_ahead: bool) -> str:
-    """Why passes over the cache fail or differ, where a plain forward over `ids` gives the logits `expected` [n, V].
-    looks_ahead: a token's logits depend on what follows it."""
+    """Say why passes over the cache fail or differ from a plain forward.
+
+    ids: a text
+    expected [n, V]: its logits by a plain forward
+    looks_ahead: a token's logits depend on what follows it
+    """
     config, accepted = runner.config, _accepted(runner.model)
     extra = sorted({type(layer).__name__ for layer in cache_layers(config) if type(layer) not in PLAIN_LAYERS})
     named = (getattr(config, name, None) or () for name in ("layer_types", "attention_layers"))
@@ -64,7 +68,7 @@ def cause(runner: Runner, ids: Sequence[int], expected: Tensor, looks_ahead: boo
 
 
 def _accepted(model: Any) -> set[str]:
-    """Names of what a model's forward takes, or that of the model inside it."""
+    """Return the argument names of a model's forward, and of the model inside it."""
     inside = (model, model.base_model, getattr(model.base_model, "model", model))
     return {name for module in inside for name in inspect.signature(module.forward).parameters}
 
@@ -74,7 +78,7 @@ def _is_same(a: Tensor, b: Tensor) -> bool:
 
 
 def _numbered(runner: Runner, ids: Sequence[int]) -> Tensor:
-    """Logits [n, V] of a plain forward that is told the positions."""
+    """Compute the logits [n, V] of a plain forward that is told the positions."""
     given = {"input_ids": to_device([list(ids)], runner.device)}
     given["position_ids"] = to_device([list(range(len(ids)))], runner.device)
     with torch.no_grad(), AttentionSwitch(runner.model, "eager").on():

@@ -1,18 +1,19 @@
-"""Products of one row, or two, as sums, for the compiler: a matrix product of a row is a kernel of its own that is
-mostly idle, sums of products become reductions that are fused with what surrounds them. Two rows are two sums over the
-same weights, which the compiler reads once for both.
+"""A compiler pass that turns matrix products of one or two rows into sums.
 
-That is so for small matrices only, whose kernels take as long to start as to run. Of a large one the time is that of
-reading its weights, and there a product reads faster than a sum. Measured with all products as sums: a pass of one
-token took 0.74 of inductor's time where matrices had up to 1.8 million weights (135M parameters), 1.02 at 4 to 34
-million (1B); plain decoding took 1.36 of it at 5 to 101 million (6.4B). So a matrix's size decides what is made a sum,
-`LARGEST`: a rule, and not a trial, because another kernel is another text.
+A matrix product of a row is a kernel that is mostly idle; sums of products become reductions that are fused with what
+surrounds them. Two rows are two sums over the same weights, which the compiler reads once for both.
+
+This pays for small matrices only, whose kernels take as long to start as to run. A large one takes the time of reading
+its weights, and a product reads them faster than a sum. Measured with all products as sums: a pass of one token took
+0.74 of inductor's time where matrices had up to 1.8 million weights (135M parameters), 1.02 at 4 to 34 million (1B);
+plain decoding took 1.36 of it at 5 to 101 million (6.4B). So the size of a matrix decides (`LARGEST`): a rule, and not
+a trial, because another kernel is another text.
 
 Plain and speculative decoding in exact mode have the same text either way: their passes have one width, above `ROWS`,
-so that no pass of the target has a sum, and those of a draft decide about nothing but drafts.
+so no pass of the target has a sum, and those of a draft only decide about drafts.
 
-Inductor does the same by itself, but only together with its coordinate descent, whose trials of kernels take most of
-the compile time and whose choices differ from process to process (docs/speed.md).
+Inductor can do the same, but only with its coordinate descent, whose trials of kernels take most of the compile time
+and whose choices differ from process to process (docs/speed.md).
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from torch.fx.node import map_arg
 
 aten = torch.ops.aten
 
-ROWS = 2  # two: what a draft that is made ahead catches up with
+ROWS = 2  # two: what a pipelined draft catches up with
 LARGEST = 1 << 21  # weights of a matrix whose product is made a sum
 
 
 class RowSums(CustomGraphPass):
-    """A pass over the compiler's graphs, before it makes kernels: x [R, K] @ w [K, N] -> sums of x w over K, for R up
-    to `ROWS` and K N up to `LARGEST`."""
+    """Rewrites the compiler's graphs before it makes kernels: x [R, K] @ w [K, N] -> sums of x w over K, for R up to
+    `ROWS` and K N up to `LARGEST`."""
 
     def __call__(self, graph: fx.Graph) -> None:
         for node in list(graph.nodes):
@@ -45,7 +46,7 @@ class RowSums(CustomGraphPass):
                 _replace(graph, node, x, weight)
 
     def uuid(self) -> Any:
-        """Names the pass in the key of cached code."""
+        """Name the pass in the key of cached code."""
         return get_hash_for_files((__file__,))
 
 

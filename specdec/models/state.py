@@ -1,11 +1,11 @@
 """What a model computes, in a form that can be compared.
 
-Keys and values that are kept from one call to the next are good only as long as the model that made them would make
-the same ones again. `ModelState` says what that depends on: the tensors' memory, versions and contents, and the values
-that hang on modules, hooks and patched functions (an adapter that is switched, a factor that is changed).
+Keys and values kept from one call to the next are good only as long as the model would make the same ones again.
+`ModelState` holds what that depends on: the tensors' memory, versions and contents, and values on modules, hooks and
+patched functions (an adapter that is switched, a factor that is changed).
 
 torch counts the writes to a tensor, but not those through `tensor.data`, which hand-written updates use. So the
-contents are summed up as well: every weight is read once, which takes about as long as a pass of one token.
+contents are summed as well: every weight is read once, which takes about as long as a pass of one token.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from specdec.device.transfer import sync_allowed
 from specdec.models.view import CONTAINERS, LARGEST, NOT_FOLLOWED, PLAIN, ModelView, content_of
 
 WORDS = 509  # words of 8 bytes to a block: a prime, so that columns of a matrix fall into different blocks
-DEPTH = 6  # how many objects deep values are looked for: hooks -> hook -> its defaults -> a table -> a value
+DEPTH = 6  # values are looked for this many objects deep: hooks -> hook -> its defaults -> a table -> a value
 
 
 class ModelState:
-    """The state of a view's model now. Two are equal only if kept keys and values of one are good for the other."""
+    """The state of a view's model now. Two are equal only if keys and values of one are good for the other."""
 
     def __init__(self, view: ModelView):
         found: list[Tensor] = []
@@ -51,13 +51,13 @@ class ModelState:
 
 
 def recorded_from(view: ModelView) -> tuple[Any, ...]:
-    """What recorded passes depend on: modules, the numbers that Python computes with, and addresses of weights."""
+    """Return what recorded passes depend on: modules, numbers that Python computes with, addresses of weights."""
     places = [part.data_ptr() for t in _tensors(view.original) for part in parts_of(t)]
     return (view.builds, *_values(view, []), *places)
 
 
 def parts_of(tensor: Tensor) -> Iterator[Tensor]:
-    """The plain tensors that a tensor consists of: itself, but for subclasses that wrap others (quantised weights)."""
+    """Yield the plain tensors in a tensor: itself, or those that a subclass wraps (quantised weights)."""
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor
         return
@@ -85,14 +85,18 @@ def _version(tensor: Tensor) -> int:
 
 
 def _values(view: ModelView, found: list[Tensor]) -> list[Any]:
-    """Values that may change while their holder stays: in containers, objects and functions on modules, and in hooks.
-    Tensors among them go to `found`."""
-    return [_heard(value, found, DEPTH, lists=True) for value in view.seen.watched]
+    """Return values that may change while their holder stays: in containers, objects, functions on modules, hooks.
+
+    Tensors among them are appended to `found`.
+    """
+    return [_comparable(value, found, DEPTH, lists=True) for value in view.seen.watched]
 
 
-def _heard(value: Any, found: list[Tensor], depth: int, lists: bool = False) -> Any:
-    """A value in a form that can be compared. `lists`: also what is in lists and sets. Not so for functions: they are
-    where hooks put what they have seen."""
+def _comparable(value: Any, found: list[Tensor], depth: int, lists: bool = False) -> Any:
+    """Return a value in a form that can be compared.
+
+    lists: also what is in lists and sets; not so for functions, where hooks keep what they have seen in lists
+    """
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, Tensor):
@@ -103,24 +107,24 @@ def _heard(value: Any, found: list[Tensor], depth: int, lists: bool = False) -> 
         return tuple((name, v) for name, v in vars(value).items() if isinstance(v, PLAIN) and name != "training")
     if depth == 0 or isinstance(value, NOT_FOLLOWED) or (isinstance(value, CONTAINERS) and len(value) > LARGEST):
         return id(value)
-    hear: Callable[[Any], Any] = functools.partial(_heard, found=found, depth=depth - 1, lists=lists)
+    inner: Callable[[Any], Any] = functools.partial(_comparable, found=found, depth=depth - 1, lists=lists)
     if isinstance(value, dict):
-        return tuple((key if isinstance(key, PLAIN) else id(key), hear(v)) for key, v in value.items())
+        return tuple((key if isinstance(key, PLAIN) else id(key), inner(v)) for key, v in value.items())
     if isinstance(value, tuple) or (lists and isinstance(value, CONTAINERS)):
-        return tuple(map(hear, value))
+        return tuple(map(inner, value))
     if isinstance(value, MethodType):
-        return hear(value.__func__), hear(value.__self__)
+        return inner(value.__func__), inner(value.__self__)
     if isinstance(value, functools.partial):
-        return hear(value.func), hear(value.args), hear(value.keywords)
+        return inner(value.func), inner(value.args), inner(value.keywords)
     if isinstance(value, FunctionType):
-        return tuple(_heard(v, found, depth - 1) for v in _used(value))
+        return tuple(_comparable(v, found, depth - 1) for v in _used(value))
     if hasattr(value, "__dict__") and not isinstance(value, CONTAINERS):
-        return tuple((name, hear(v)) for name, v in vars(value).items())
+        return tuple((name, inner(v)) for name, v in vars(value).items())
     return id(value)
 
 
 def _used(function: FunctionType) -> list[Any]:
-    """What a function computes with: its closure, its default values, and global numbers and tensors."""
+    """List what a function computes with: its closure, its default values, and global numbers and tensors."""
     cells = [content_of(cell) for cell in function.__closure__ or ()]
     named = [function.__globals__.get(name) for name in function.__code__.co_names]
     kept = [v for v in named if isinstance(v, (*PLAIN, Tensor, dict)) and v is not None]
@@ -143,7 +147,7 @@ def _sums(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def _sum(tensor: Tensor) -> Tensor:
-    """A number, int64 [], that changes with any bit of a tensor, and with their order."""
+    """Compute a number, int64 [], that changes with any bit of a tensor, and with their order."""
     plain = tensor.detach()
     plain = plain.int_repr() if plain.is_quantized else plain
     data = plain.reshape(-1).view(torch.uint8)

@@ -1,15 +1,15 @@
-"""Tree drafts: who descends from whom, in the forms that a pass, its mask and acceptance need.
+"""Tree drafts: parents and ancestors in the forms that a pass, its mask and acceptance need.
 
 A draft's `parents` name the node that each node follows, -1 = the newest token. A pass feeds [newest, node 0, node 1,
 ...]: *column* 0 is the newest token and column i + 1 is node i. Parents come before their children, so the first n
-nodes of a tree are a tree, and siblings stand in the order in which they were proposed.
+nodes of a tree are a tree, and siblings come in the order in which they were proposed.
 
-Node i of a tree lies in cache slot `start + 1 + i` and at position `start + depth`: a slot's index is no longer its
-position there, so masks are made from `TreePass` and not from ages alone. A chain is the tree in which every node
-follows the one before it; rows with chains and rows with trees share a pass.
+Node i of a tree is in cache slot `start + 1 + i` and at position `start + depth`: a slot's index is not its position
+there, so masks are made from `TreePass` and not from ages alone. A chain is the tree in which every node follows the
+one before it; rows with chains and rows with trees share a pass.
 
-The device needs the parents and nothing else: depths and ancestors are computed there, from tensors alone, so that a
-drafter may leave the shape of its tree on the device and passes with trees are recorded like others.
+The device needs the parents only: depths and ancestors are computed there, from tensors alone, so a drafter may leave
+the shape of its tree on the device, and passes with trees are recorded like others.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from specdec.device.buffers import Buffers
 from specdec.errors import SpecdecError
 
 Parents = tuple[int, ...]
-# In place of a token: a node that its parent's distribution had no token for; what is below it is missing as well.
+# In place of a token: a node for which its parent's distribution had no token; nodes below it are missing as well.
 MISSING = -(1 << 40)
 
 
@@ -45,12 +45,12 @@ def check_parents(parents: Sequence[int], nodes: int, strategy: str) -> None:
 
 
 def chain_parents(nodes: int) -> Parents:
-    """The chain as a tree."""
+    """Return the parents of a chain."""
     return tuple(range(-1, nodes - 1))
 
 
 def depths_of(parents: Sequence[int]) -> list[int]:
-    """The level of each node, 1 = a child of the newest token."""
+    """Return the level of each node, 1 = a child of the newest token."""
     depths: list[int] = []
     for parent in parents:
         depths.append(1 if parent < 0 else depths[parent] + 1)
@@ -58,12 +58,12 @@ def depths_of(parents: Sequence[int]) -> list[int]:
 
 
 def most_children(parents: Sequence[int]) -> int:
-    """Most children that a node, or the newest token, has."""
+    """Return the most children that a node, or the newest token, has."""
     return int(np.bincount(np.asarray(parents, dtype=np.int64) + 1).max()) if len(parents) else 0
 
 
 def path_to(parents: Sequence[int], node: int) -> list[int]:
-    """The nodes from the first level down to `node`, which is included."""
+    """List the nodes from the first level down to `node`, itself included."""
     path: list[int] = []
     while node >= 0:
         path.append(node)
@@ -72,8 +72,11 @@ def path_to(parents: Sequence[int], node: int) -> list[int]:
 
 
 def moves(row: int, columns: Sequence[int], start: int) -> list[tuple[int, int, int]]:
-    """(row, from slot, to slot) for each column of an accepted path that is not where a chain would have it. `start`:
-    slot of column 0; columns: without column 0."""
+    """List (row, from slot, to slot) for each column of an accepted path that is not where a chain would have it.
+
+    columns: the path without column 0
+    start: slot of column 0
+    """
     return [(row, start + column, start + 1 + i) for i, column in enumerate(columns) if column != i + 1]
 
 
@@ -82,8 +85,10 @@ def moves(row: int, columns: Sequence[int], start: int) -> list[tuple[int, int, 
 
 @dataclass(frozen=True)
 class Tree(Buffers):
-    """The drafts of B rows as trees of S columns. Node s is tested at its parent's column and fed at column s + 1; the
-    last token of a chain that fills its pass is tested and not fed.
+    """The drafts of B rows as trees of S columns.
+
+    Node s is tested at its parent's column and fed at column s + 1; the last token of a chain that fills its pass is
+    tested and not fed.
 
     parents [B, S]: the node that each node follows, -1 = the newest token
     tested_at [B, S]: the column whose distribution tests node s
@@ -106,7 +111,7 @@ class Tree(Buffers):
 
     @staticmethod
     def of(parents: Tensor, levels: int, siblings: int, limits: Tensor | None = None) -> Tree:
-        """The tables of parents int64 [B, S], -1 in padding. Computes from tensors alone."""
+        """Build the tables from parents int64 [B, S], -1 in padding. Computes from tensors alone."""
         batch, width = parents.shape
         at = (parents + 1).clamp(0, width - 1)
         columns = torch.arange(width, device=parents.device)
@@ -123,7 +128,7 @@ class Tree(Buffers):
 
     @staticmethod
     def of_rows(rows: Sequence[Sequence[int]], width: int, device: torch.device) -> Tree:
-        """The tables of parents as lists, padded to `width` columns."""
+        """Build the tables from parents as lists, padded to `width` columns."""
         table = parent_table(rows, width)
         levels = max((max(depths_of(row), default=0) for row in rows), default=0)
         siblings = max(map(most_children, rows), default=0)
@@ -131,7 +136,7 @@ class Tree(Buffers):
 
 
 def parent_table(rows: Sequence[Sequence[int]], width: int) -> np.ndarray:
-    """Parents as int64 [B, width], -1 in padding."""
+    """Pack parents as int64 [B, width], -1 in padding."""
     table = np.full((len(rows), width), -1, dtype=np.int64)
     for b, parents in enumerate(rows):
         n = min(len(parents), width)
@@ -161,7 +166,7 @@ class TreePass(Buffers):
 
     @staticmethod
     def of(tree: Tree, starts: Tensor, counts: Tensor, columns: Tensor | None = None) -> TreePass:
-        """The pass that feeds `columns` [B, S] of each row's tree (None: the first), `counts` [B] of them real."""
+        """Describe the pass that feeds `columns` [B, S] of each row's tree (None: the first), `counts` [B] real."""
         width = tree.lineage.shape[1]
         if columns is None:
             columns, sees = torch.arange(width, device=starts.device).expand(len(starts), -1), tree.lineage
@@ -171,8 +176,11 @@ class TreePass(Buffers):
         return TreePass(starts, columns, tree.depths, sees & real[..., None])
 
     def look(self, positions: Tensor, kv_len: int, groups: int) -> tuple[Tensor, Tensor]:
-        """(age, seen), each [B, G * S, kv_len]: how many positions a query is ahead of a slot, and whether it may
-        attend to it. positions [B, S]. Padding sees slot 0, because a softmax over nothing is NaN."""
+        """Return (age, seen), each [B, G * S, kv_len], of queries at positions [B, S].
+
+        age: how many positions the query is ahead of the slot
+        seen: True where it may attend to it; padding sees slot 0, because a softmax over nothing is NaN
+        """
         slots = torch.arange(kv_len, device=positions.device)
         relative = slots - self.starts[:, None]
         inside = (relative >= 0) & (relative < self.region)  # [B, kv_len]

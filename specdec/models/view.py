@@ -1,17 +1,17 @@
-"""A model of specdec's own over the caller's weights, so that the caller's model is never touched.
+"""specdec's own view of the caller's model, so that the caller's model is never touched.
 
 A pass needs another attention function than the caller's, eval mode, and at times other `forward`s. All of these live
-in the module objects and in the config that the modules share, where a change would be seen by every other thread that
-runs the model. So specdec runs a *view*: a copy of the module objects and of the configs. Parameters and buffers are
-the caller's own tensors: the view takes no memory, and updates of weights in place are seen at once.
+in the module objects and in the config that they share, where every other thread that runs the model would see a
+change. So specdec runs a *view*: a copy of the module objects and of the configs. Parameters and buffers are the
+caller's own tensors: the view takes no memory, and sees updates of weights in place at once.
 
-What refers to the caller's modules is copied with them: bound methods, partials, closures, lists of modules (a
-patched `forward`, hooks of accelerate). Hooks are called with the caller's own module, which is what they know.
-`ModelView.refresh` compares the caller's model with what was copied and copies again where it has changed: a layer
-replaced, an adapter switched, a `forward` patched, a hook added.
+What refers to the caller's modules is copied with them: bound methods, partials, closures, lists of modules (a patched
+`forward`, hooks of accelerate). Hooks are called with the caller's own module, which they know. `ModelView.refresh`
+compares the caller's model with what was copied and copies again after a change: a layer replaced, an adapter switched,
+a `forward` patched, a hook added.
 
 Not every reference can be followed: a function may name a module through a global variable. Then (and for modules that
-cannot be copied) passes run on the caller's model itself, switched for the time of a pass under a lock.
+cannot be copied) passes run on the caller's model itself, switched during a pass under a lock.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from specdec.models.attention import AttentionSwitch
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 NOT_FOLLOWED = (*PLAIN, Tensor, type, ModuleType, CodeType)
 CONTAINERS = (list, tuple, set, frozenset, dict, deque)
-DEPTH = 4  # how many objects deep references to modules are looked for
+DEPTH = 4  # references to modules are looked for this many objects deep
 LARGEST = 1000  # containers of more entries hold data, not modules
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 # Their hooks keep what they need in the module that runs, or do not look at it.
@@ -47,15 +47,19 @@ _locks: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 
 
 class ModelView:
-    """`model`: the view of `original`, in eval mode and with the attention function `implementation`. `private`: it is
-    a copy; else it is the original itself, which `attending` must switch. prepare: changes a copy when it is made."""
+    """A view of `original`.
+
+    model: the view, in eval mode and with the attention function `implementation`
+    private: `model` is a copy; else it is the original itself, which `attending` must switch
+    prepare: changes the copy when it is made
+    """
 
     def __init__(
         self, original: nn.Module, implementation: str, prepare: Callable[[nn.Module], None] | None = None
     ):  # fmt: skip
         self.original, self.implementation, self.prepare = original, implementation, prepare
         self.builds = 0
-        self.changes = 0  # builds after which keys and values computed before are of no use
+        self.changes = 0  # builds that made earlier keys and values useless
         self._build()
 
     def _build(self) -> None:
@@ -63,7 +67,7 @@ class ModelView:
         try:
             self.model: Any = copier.module(self.original)
             self.private = not copier.escaped
-        except Exception:  # whatever an exotic module does when its attributes are read or set
+        except Exception:  # exotic modules may raise anything when their attributes are read or set
             self.private = False
         self.builds += 1
         self.seen = Snapshot(self.original, copier.originals() if self.private else list(self.original.modules()))
@@ -78,7 +82,7 @@ class ModelView:
             self.model = self.original
 
     def refresh(self) -> bool:
-        """Follow what has become of the original. Returns whether the view was made anew."""
+        """Follow changes of the original. Returns True if the view was made anew."""
         inside = self.seen.is_current_inside()
         if inside and self.seen.is_current_outside():
             return False
@@ -88,7 +92,7 @@ class ModelView:
 
     @contextmanager
     def attending(self, implementation: str | None = None) -> Iterator[None]:
-        """Ready for a pass, perhaps with another attention than its own that takes the same masks."""
+        """Prepare for a pass, with `implementation` if one is named; it must take the same masks."""
         wanted = implementation or self.implementation
         if not self.private:
             lock = _locks.setdefault(self.original, threading.RLock())
@@ -112,17 +116,17 @@ class ModelView:
 
 
 class _Copier:
-    """Copies modules and what refers to them; everything else is shared. `escaped`: a function names a module in a way
-    that no copy can follow."""
+    """Copies modules and what refers to them; all else is shared. escaped: a function names a module through a global,
+    which no copy can follow."""
 
     def __init__(self) -> None:
-        self.made: dict[int, Any] = {}  # id of an original -> what stands for it
-        self.kept: list[Any] = []  # the originals, so that no id passes to another object meanwhile
+        self.made: dict[int, Any] = {}  # id of an original -> its copy
+        self.kept: list[Any] = []  # the originals, so that no other object gets their ids meanwhile
         self.configs: list[Any] = []
         self.escaped = False
 
     def originals(self) -> list[nn.Module]:
-        """Every module that was copied."""
+        """List the modules that were copied."""
         return [value for value in self.kept if isinstance(value, nn.Module)]
 
     def _remember(self, original: Any, made: Any) -> Any:
@@ -131,7 +135,7 @@ class _Copier:
         return made
 
     def module(self, original: nn.Module) -> Any:
-        """The copy of a module, and with it of all modules inside."""
+        """Copy a module and all modules inside."""
         if id(original) in self.made:
             return self.made[id(original)]
         if isinstance(original, torch.jit.ScriptModule):  # compiled code, which asks no config for its attention
@@ -157,7 +161,7 @@ class _Copier:
         return made
 
     def value(self, value: Any, depth: int = DEPTH) -> Any:
-        """`value`, or a copy of it where it refers to modules."""
+        """Return `value`, or a copy of it if it refers to modules."""
         if isinstance(value, NOT_FOLLOWED):
             return value
         if id(value) in self.made:
@@ -203,16 +207,16 @@ class _Copier:
         return self._remember(value, copied)
 
     def _function(self, value: FunctionType, depth: int) -> Any:
-        """A function whose closure or default values refer to modules, over cells of its own."""
+        """Copy a function whose closure or default values refer to modules, with its own cells."""
         self._look_for_globals(value)
-        self._remember(value, value)  # where it refers to itself
+        self._remember(value, value)  # it may refer to itself
         cells = value.__closure__ or ()
         old = [content_of(cell) for cell in cells]
         parts = [*old, value.__defaults__, value.__kwdefaults__]
         made = [self.value(part, depth) for part in parts]
         if all(map(is_, parts, made)):
             return value
-        # Cells that hold nothing to follow stay shared, so that counters in them are the caller's own.
+        # Cells that refer to no module stay shared, so that counters in them are the caller's own.
         own = tuple(c if a is b else CellType(b) for c, a, b in zip(cells, old, made[: len(old)], strict=True))
         copied = FunctionType(value.__code__, value.__globals__, value.__name__, made[-2], own)
         copied.__kwdefaults__ = made[-1]
@@ -227,7 +231,7 @@ class _Copier:
             self.escaped |= isinstance(owner, nn.Module)
 
     def _object(self, value: Any, depth: int) -> Any:
-        self._remember(value, value)  # where it refers to itself
+        self._remember(value, value)  # it may refer to itself
         attributes = vars(value)
         if hasattr(value, "_attn_implementation_internal"):  # a config
             copied = object.__new__(type(value))
@@ -245,7 +249,7 @@ class _Copier:
 
 
 class _CallersHook:
-    """Calls a hook with the caller's module, and takes over what it sets there."""
+    """Calls a hook with the caller's module, and copies what it sets there."""
 
     def __init__(self, hook: Callable[..., Any], original: nn.Module, copy: nn.Module):
         self.hook, self.original, self.copy = hook, original, copy
@@ -265,7 +269,7 @@ def _hook(hook: Any, original: nn.Module, copy: nn.Module) -> Any:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """The global names that code may read, inner functions included."""
+    """Yield the global names that code may read, inner functions included."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -273,7 +277,7 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def content_of(cell: CellType) -> Any:
-    """What a closure's cell holds."""
+    """Return what a closure's cell holds."""
     try:
         return cell.cell_contents
     except ValueError:  # empty
@@ -281,9 +285,11 @@ def content_of(cell: CellType) -> Any:
 
 
 class Snapshot:
-    """What modules were when they were copied: their attributes, their children, buffers and hooks, the code of their
-    classes, and the values in their configs. `watched`: what hangs on them and can change while it stays where it is
-    (models/state.py). Hooks of the model itself stand apart: they count passes, and see nothing of what is inside."""
+    """Modules when they were copied: attributes, children, buffers, hooks, code of their classes, values of configs.
+
+    watched: what hangs on them and can change in place (models/state.py)
+    Hooks of the model itself are kept apart (`outside`): they count passes, and see nothing of what is inside.
+    """
 
     def __init__(self, model: nn.Module, modules: list[nn.Module]):
         self.outside = [(d, dict(d)) for name, d in vars(model).items() if name.startswith(HOOKS)]
@@ -307,11 +313,11 @@ class Snapshot:
         ]
 
     def is_current_outside(self) -> bool:
-        """Whether the model has the same hooks on the whole of it."""
+        """True if the model itself has the same hooks."""
         return all(map(_is_same, *zip(*self.outside, strict=True)))
 
     def is_current_inside(self) -> bool:
-        """Whether nothing else has changed."""
+        """True if nothing else has changed."""
         return (
             not any(self.empty)
             and all(map(is_, map(type, self.modules), self.kinds))
@@ -336,12 +342,12 @@ def _can_change(name: str, value: Any) -> bool:
 
 
 def _own_dicts(module: nn.Module) -> list[dict[Any, Any]]:
-    """The children, buffers and hooks of a module."""
+    """List the dicts of a module's children, buffers and hooks."""
     return [d for name, d in vars(module).items() if name[0] == "_" and isinstance(d, dict) and name != "_parameters"]
 
 
 def _is_same(now: dict[Any, Any], before: dict[Any, Any]) -> bool:
-    """Whether a dict has the same entries. The caller may train the model between calls: the view never does."""
+    """True if a dict has the same entries. The caller may train the model between calls; the view is never trained."""
     return len(now) == len(before) and all(now.get(k, now) is v for k, v in before.items() if k != "training")
 
 
@@ -350,7 +356,7 @@ def _entries(value: Any) -> Any:
 
 
 def contents(value: Any, depth: int = DEPTH) -> Any:
-    """A value in a form that can be compared: containers and objects by what is in them, others by what they are."""
+    """Return a value in a form that can be compared: containers and objects by their contents, others by identity."""
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, dict) and depth:

@@ -1,12 +1,12 @@
-"""Whether two tokenizers have one vocabulary, so that a draft's ids mean to the target what they mean to the draft.
+"""Compares two tokenizers: a draft's ids must mean the same text to the target.
 
 Two models of one family rarely differ in text, and often in special tokens: one is renamed, two are exchanged, hundreds
-are added at the end. Such a pair shares its ids but for these few. The draft never proposes them: they are taken out of
-its distribution before anything is sampled, so that q is still what its tokens were sampled from.
+are added at the end. Such a pair shares all other ids. The draft never proposes the few that differ: they are taken out
+of its distribution before anything is sampled, so q is still what its tokens were sampled from.
 
 The tolerance for ordinary text is llama.cpp's: the same text for every id from 5 on, and sizes within 128. Its other
 conditions, the same kind of tokenizer and the same handling of BOS and EOS, concern text that a draft never tokenises:
-they are part of a refusal's reasons, and otherwise worth a warning.
+they are named in a refusal, and otherwise in a warning.
 """
 
 from __future__ import annotations
@@ -21,8 +21,12 @@ SHOWN = 3  # ids that a message names
 
 @dataclass(frozen=True)
 class Vocabularies:
-    """Two tokenizers side by side. refusal: why they are different vocabularies, None where they are one; differing:
-    ids that do not stand for one text in both, in order."""
+    """A comparison of two tokenizers.
+
+    refusal: why they are different vocabularies; None: they are one
+    differing: ids whose texts differ, in order
+    examples: some of them in words
+    """
 
     refusal: str | None
     differing: tuple[int, ...] = ()
@@ -30,7 +34,7 @@ class Vocabularies:
 
     @property
     def kind(self) -> str:
-        """identical | compatible | different"""
+        """One of identical, compatible, different."""
         if self.refusal is not None:
             return "different"
         return "compatible" if self.differing else "identical"
@@ -59,13 +63,13 @@ class Vocabularies:
 
 
 def compare_vocabularies(target: Any, draft: Any) -> str:
-    """ "identical", "compatible", or what differs."""
+    """Return "identical", "compatible", or what differs."""
     found = Vocabularies.compare(target, draft)
     return found.refusal or found.kind
 
 
 def handling(target: Any, draft: Any) -> list[str]:
-    """How two tokenizers treat text differently, beside what their ids stand for."""
+    """List how two tokenizers treat text differently, apart from their ids."""
     found = []
     if (mine := _kind(target)) != (theirs := _kind(draft)):
         found.append(f"tokenizer kinds {mine} and {theirs}")
@@ -76,17 +80,17 @@ def handling(target: Any, draft: Any) -> list[str]:
 
 
 def _texts(tokenizer: Any) -> dict[int, str]:
-    """Id -> the token's text in the vocabulary, for every id."""
+    """Map every id to its text in the vocabulary."""
     return {int(i): str(text) for text, i in sorted(tokenizer.get_vocab().items(), reverse=True)}
 
 
 def _special(tokenizer: Any) -> set[int]:
-    """Ids that are no ordinary text: special tokens, and those added to the vocabulary."""
+    """Return ids that are no ordinary text: special tokens, and those added to the vocabulary."""
     return {*tokenizer.all_special_ids, *(getattr(tokenizer, "added_tokens_decoder", None) or ())}
 
 
 def _examples(ids: list[int], mine: dict[int, str], theirs: dict[int, str]) -> str:
-    """The first few ids with both texts."""
+    """Show the first few ids with both texts."""
     parts = [f"token {i} is {_shown(mine.get(i))} and {_shown(theirs.get(i))}" for i in ids[:SHOWN]]
     return ", ".join(parts) + (", ..." if len(ids) > SHOWN else "")
 
@@ -101,7 +105,7 @@ def _kind(tokenizer: Any) -> str:
 
 
 def _adds(tokenizer: Any, name: str) -> str:
-    """Whether a BOS / EOS is added to text, and which id."""
+    """Say if a BOS / EOS is added to text, and which id."""
     token = getattr(tokenizer, f"{name}_token_id")
     ids = tokenizer("a")["input_ids"]
     present = bool(ids) and token is not None and token in (ids[:1] if name == "bos" else ids[-1:])

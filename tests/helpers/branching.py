@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specdec.decoding.acceptance import AcceptanceRule, Block, Verdict, judge
-from specdec.drafters.draft_model.tree import draw_siblings
+from specdec.drafters.draft_model.tree import sample_siblings
 from specdec.models.trees import Tree, depths_of
 from specdec.sampling.sampling import Purpose, Sampling, fold, race, streams
 
@@ -73,13 +73,13 @@ def draft(language: Language, parents: tuple[int, ...], keys: Tensor, proposal: 
         law = language.laws[depth][contexts[:, column]]
         shared = proposal == "coupled"
         stream = streams(keys, torch.tensor(FIRST + depth), Purpose.SAMPLE if shared else Purpose.DRAFT)
-        drawn, laws = draw_siblings(law, stream if shared else fold(stream, column), len(nodes))
+        drawn, laws = sample_siblings(law, stream if shared else fold(stream, column), len(nodes))
         if proposal == "argmax":
             drawn = law.topk(len(nodes)).indices
         if fault == "second-sibling-judged-by-plain-q":
             laws = law[:, None].expand_as(laws)
         if fault == "stale-q" and depth > 0:
-            laws = draw_siblings(language.laws[0].expand(n, -1), stream, len(nodes))[1]
+            laws = sample_siblings(language.laws[0].expand(n, -1), stream, len(nodes))[1]
         if fault == "fills-up":  # with tokens that nothing was left to draw from
             laws = torch.where(laws.amax(dim=2, keepdim=True) > 0, laws, 1 / V)
         if fault == "prunes-low-q":  # a node of no law never stands: it might as well not have been proposed

@@ -1,8 +1,8 @@
-"""A draft model's cache, row by row, and the draft steps of a round as one program.
+"""A draft model's cache, row by row, and the draft steps of a round as one recorded function.
 
-The K/V cache is the draft's own. It is caught up with each row's text at the start of a round and trimmed by moving a
-length. The *program* of a round: the pass that feeds what the text has grown by, then k steps of choosing a token and
-feeding it, without a look at any value; so it is recorded and replayed as a whole where the runner replays passes.
+The K/V cache is the draft's own. It catches up with each row's text at the start of a round and is trimmed by moving a
+length. A round is one pass that feeds what the text has grown by, then k steps: logits -> q -> token -> feed. No step
+looks at a value, so where the runner replays passes the round is recorded as a whole.
 """
 
 from __future__ import annotations
@@ -19,21 +19,29 @@ from torch.nn import functional as F
 from specdec.device.buffers import Buffers
 from specdec.device.clock import Clock
 from specdec.device.transfer import array_on, to_device
-from specdec.drafters.base import Draft, DraftRequest, RowSampling, Tokens, as_array, pad_vocabulary, proposal_law
-from specdec.models.kv_cache import KeptRows, RaggedCache, shared_first
+from specdec.drafters.base import (
+    Draft,
+    DraftRequest,
+    RowSampling,
+    Tokens,
+    as_array,
+    pad_vocabulary,
+    proposal_distribution,
+)
+from specdec.models.kv_cache import KeptRows, RaggedCache, prefix_groups
 from specdec.models.passes import PassInputs, PassKey
 from specdec.models.runner import Runner, Shapes
 from specdec.models.trees import Tree, TreePass, depths_of, moves, parent_table
 from specdec.sampling.sampling import History, Purpose, best, race, streams
 
 RECORDED_STEPS = (1, 2, 3, 5, 8, 12, 16, 24, 32, 48, 64)
-CATCH_UP = 16  # a longer gap is prefilled; a shorter one rides in the first draft pass
+CATCH_UP = 16  # a longer gap is prefilled; a shorter one is fed by the first draft pass
 # Columns of `StepInputs.table`; the tokens to catch up with follow.
 STARTS, COUNTS, KEYS, POSITIONS, TOKENS = range(5)
 
 
 class Stops(NamedTuple):
-    """When a draft ends before its k tokens: `DraftModel`'s parameters."""
+    """When a draft ends before its k tokens: parameters of `DraftModel`."""
 
     p_min: float
     n_min: int
@@ -41,15 +49,19 @@ class Stops(NamedTuple):
 
 
 class StepsKey(NamedTuple):
-    """What is fixed in a program of draft steps.
+    """What is fixed in a recorded function of draft steps.
 
-    first: the pass that catches up; steps: tokens to choose; drawn: from q, with streams of `purpose`, else the argmax;
-    scores: the pipeline's signature; p_min, n_min, top_n: as `DraftModel` has them; vocab_size: the target's.
+    first: the pass that catches up
+    steps: tokens to draft
+    sampled: tokens are sampled from q, with streams of `purpose`; else they are its argmax
+    scores: signature of the pipeline to scores
+    p_min, n_min, top_n: as in `DraftModel`
+    vocab_size: the target's
     """
 
     first: PassKey
     steps: int
-    drawn: bool
+    sampled: bool
     purpose: Purpose
     scores: Any
     p_min: float
@@ -68,37 +80,43 @@ class StepsKey(NamedTuple):
 
 @dataclass(frozen=True)
 class StepInputs(Buffers):
-    """table [B, 4 + W]: STARTS ... POSITIONS (that of the first drafted token), and tokens to catch up with."""
+    """table [B, 4 + W]: STARTS ... POSITIONS (of the first drafted token), and tokens to catch up with."""
 
     table: Tensor
 
     @property
     def numbers(self) -> Tensor:
-        """[4, B]"""
+        """STARTS ... POSITIONS, [4, B]."""
         return self.table[:, :TOKENS].T
 
     @property
     def tokens(self) -> Tensor:
-        """[B, W]"""
+        """Tokens to catch up with, [B, W]."""
         return self.table[:, TOKENS:]
 
 
 @dataclass(frozen=True)
 class Proposal(Buffers):
-    """tokens [B, k], lengths [B] or None where all drafts have k, q [B, k, V] or None, all on the device."""
+    """Drafts of all rows, on the device.
+
+    tokens [B, k]: drafted ids
+    lengths [B]: tokens of each draft; None: all have k
+    q [B, k, V]: the distributions that the tokens were sampled from; None: they are argmaxes
+    """
 
     tokens: Tensor
     lengths: Tensor | None
     q: Tensor | None
 
     def draft(self, row: int, limit: int, name: str) -> Draft:
+        """Return the draft of one row, at most `limit` tokens."""
         q = None if self.q is None else self.q[row]
         length = None if self.lengths is None else self.lengths[row]
         return Draft(self.tokens[row], None, q, name, length).truncated(limit)
 
 
 class Texts:
-    """The rows' text-reading processors, and the texts that they read. They are called on the host."""
+    """The rows' text-reading processors, which are called on the host, and the texts that they read."""
 
     def __init__(self, batch: int, requests: Sequence[DraftRequest], device: torch.device):
         self.known: list[Tensor | None] = [None] * batch
@@ -112,7 +130,7 @@ class Texts:
         return any(p is not None for p in self.processors)
 
     def history(self, drafted: Sequence[Tensor], batch: int) -> History:
-        """The prefixes that the next token's laws follow, `drafted` tokens [B] each included."""
+        """Return the prefixes of the next tokens; drafted: tokens [B] so far."""
         device = next(k.device for k in self.known if k is not None)
         nothing = torch.empty((batch, 0), dtype=torch.int64, device=device)
         fed = torch.stack(list(drafted), dim=1) if drafted else nothing
@@ -121,10 +139,16 @@ class Texts:
 
 
 class DraftCore:
-    """A model with its own ragged cache, caught up with each row's text on demand.
+    """A model with its own ragged cache, which catches up with each row's text on demand.
 
-    Invariant: the first `length[row]` slots of a row hold the K/V of the first `length[row]` ids of its text, once the
-    moves that accepted paths of trees ask for are made (`settle`). `spare`: slots for nodes of trees.
+    Invariant: the first `length[row]` slots of a row hold the K/V of the first `length[row]` ids of its text, after the
+    moves for accepted paths of trees are made (`settle`).
+
+    batch: rows
+    capacity: most tokens of a row
+    kept: rows of an earlier call
+    spare: slots for nodes of trees
+    cache: in place of its own
     """
 
     def __init__(
@@ -138,56 +162,57 @@ class DraftCore:
         self.shapes = Shapes.choose(runner.device, False, self.capacity)
         self.text = np.zeros((batch, self.capacity), dtype=np.int64)
         self.length = [0] * batch
-        self.written = [0] * batch  # how much of `text` is known; accepted drafts are in the cache before that
+        self.written = [0] * batch  # how much of `text` is known; accepted drafts are in the cache earlier
         self.outstanding: dict[int, int] = {}  # row -> draft tokens of the open round
-        self.accepted: dict[int, int] = {}  # row -> how many of its last draft stood
+        self.accepted: dict[int, int] = {}  # row -> accepted tokens of its last draft
         self.fed: dict[int, set[int]] = {}  # row -> nodes of the open round's tree that are in the cache
         self.moves: list[tuple[int, int, int]] = []
         self.passes = 0  # so far, without prefill
         self.clock = Clock(runner.device)
 
     def cost(self) -> tuple[int, float]:
-        """(passes, seconds of prefill) so far; on a GPU after a host read that follows them."""
+        """Return (passes, seconds of prefill) so far; on a GPU after a host read that follows them."""
         self.clock.end_pass()
         self.clock.settle()
         return self.passes, self.clock.totals["prefill"]
 
     def close(self) -> None:
+        """Give the cache back."""
         self.runner.pool.give_back(self.cache)
 
     def keep(self) -> KeptRows:
-        """The rows as they stand, for a later call."""
+        """Return the rows for a later call."""
         self.settle()
         lengths = [min(a, b) for a, b in zip(self.length, self.written, strict=True)]
         return KeptRows(self.cache, [self.text[row, :n].copy() for row, n in enumerate(lengths)])
 
     def begin(self, row: int, prompt: Tokens) -> None:
-        """Forget the row; take over what an earlier call kept of this prompt."""
+        """Start a row; copy what an earlier call kept of its prompt."""
         self.settle()
         self.outstanding.pop(row, None)
         self.accepted.pop(row, None)
         self.fed.pop(row, None)
         ids = as_array(prompt)[: self.capacity]
         self.runner.follow(self.cache, row, len(ids))
-        self.length[row] = self.kept.restore(self.cache, row, ids) if self.kept else 0
+        self.length[row] = self.kept.copy_into(self.cache, row, ids) if self.kept else 0
         self.written[row] = self.length[row]
         self.text[row, : self.length[row]] = ids[: self.length[row]]
         self.cache.wipe(row, self.length[row])
 
     def room(self, request: DraftRequest, n_max: int) -> int:
-        """How many tokens fit: the draft's context may end before the target's. The last one is not fed."""
-        ahead = self.runner.before_switch(len(request.tokens)) + 1
-        return min(request.limit(n_max), self.capacity - len(request.tokens), ahead)
+        """Return how many tokens fit: the draft's context may end before the target's. The last one is not fed."""
+        until_switch = self.runner.before_switch(len(request.tokens)) + 1
+        return min(request.limit(n_max), self.capacity - len(request.tokens), until_switch)
 
     def accept(self, row: int, n_accepted: int) -> None:
-        """Accepted drafts are already in the cache, except the last one if all stood: it was never fed."""
+        """Keep accepted tokens. They are in the cache, except the last drafted token: it was never fed."""
         drafted = self.outstanding.pop(row, 0)
         self.accepted[row] = n_accepted
         if drafted:
             self.length[row] = min(self.length[row] + min(n_accepted, drafted - 1), self.capacity)
 
     def accept_path(self, row: int, nodes: Sequence[int]) -> None:
-        """The nodes of the row's tree that stood, from the top. A node that was never fed is the last of them."""
+        """Keep the accepted nodes of the row's tree, from the top. Only the last of them may not have been fed."""
         fed = self.fed.pop(row, set())
         kept = [node + 1 for node in nodes if node in fed]
         self.moves += moves(row, kept, self.length[row] - 1)
@@ -199,21 +224,23 @@ class DraftCore:
         self.moves = []
 
     def feed(self, requests: Sequence[DraftRequest]) -> tuple[np.ndarray, list[int], list[int]]:
-        """What each row's text has grown by: tokens [B, W], where they start, and how many there are. Longer gaps are
-        prefilled here; the caller feeds the rest, which counts as fed from now on."""
+        """Return what each row's text has grown by: tokens [B, W], where they start, and how many there are.
+
+        Longer gaps are prefilled here; the caller feeds the rest, which counts as fed from now on.
+        """
         self.settle()
         for r in requests:
             if self.runner.follow(self.cache, r.row, len(r.tokens)):
                 self.length[r.row] = 0
         totals = {r.row: self.write(r) for r in requests}
-        behind = {row: n - 1 for row, n in totals.items() if n - self.length[row] > CATCH_UP}
-        for group in self._groups(behind):
-            held = {row: self._share(row, behind[row]) for row in group}
-            missing = {row: self.text[row, held[row] : behind[row]].tolist() for row in group}
+        gaps = {row: n - 1 for row, n in totals.items() if n - self.length[row] > CATCH_UP}  # row -> prefill up to here
+        for group in self._groups(gaps):
+            held = {row: self._copy_prefix(row, gaps[row]) for row in group}
+            missing = {row: self.text[row, held[row] : gaps[row]].tolist() for row in group}
             with self.clock.phase("prefill"):
                 self.runner.prefill(self.cache, self.shapes, missing, held)
             for row in group:
-                self.length[row] = behind[row]
+                self.length[row] = gaps[row]
         fed = {row: self.text[row, self.length[row] : n] for row, n in totals.items()}
         width = self.shapes.width(max(len(ids) for ids in fed.values()))
         tokens = np.zeros((self.batch, width), dtype=np.int64)
@@ -225,7 +252,7 @@ class DraftCore:
         return tokens, starts, counts
 
     def write(self, request: DraftRequest) -> int:
-        """Take over a row's text, its newest token included; returns its length."""
+        """Write a row's text, its newest token included; returns its length."""
         row, total = request.row, len(request.tokens) + 1
         self.text[row, : total - 1] = as_array(request.tokens)
         self.text[row, total - 1] = request.last
@@ -233,20 +260,20 @@ class DraftCore:
         self.fed.pop(row, None)
         return total
 
-    def _groups(self, behind: Mapping[int, int]) -> list[list[int]]:
-        """Which rows are prefilled together, up to which lengths, and in what order."""
+    def _groups(self, lengths: Mapping[int, int]) -> list[list[int]]:
+        """Group rows that are prefilled together, up to these lengths, in order."""
         if not self.shapes.together:
-            return [[row] for row in behind]
-        return shared_first({row: self.text[row, :n] for row, n in behind.items()})
+            return [[row] for row in lengths]
+        return prefix_groups({row: self.text[row, :n] for row, n in lengths.items()})
 
-    def _share(self, row: int, total: int) -> int:
-        """Take over what another row holds of the first `total` ids of this one; returns how many are held then."""
+    def _copy_prefix(self, row: int, total: int) -> int:
+        """Copy what another row holds of the first `total` ids of this one; returns how many are held then."""
         held = [min(a, b) if r != row else 0 for r, (a, b) in enumerate(zip(self.length, self.written, strict=True))]
         texts = [self.text[r, :n] for r, n in enumerate(held)]
-        return KeptRows(self.cache, texts).restore(self.cache, row, self.text[row, :total], known=self.length[row])
+        return KeptRows(self.cache, texts).copy_into(self.cache, row, self.text[row, :total], self.length[row])
 
     def recorded_steps(self, k: int, most: int) -> int:
-        """Tokens to draft for k: where passes are recorded one of a few, so that few are; what is too long is cut."""
+        """Round up the tokens to draft where passes are recorded, so that few are; what is too long is cut later."""
         if self.runner.graphs is None:
             return k
         return min(most, next((steps for steps in RECORDED_STEPS if steps >= k), k))
@@ -261,7 +288,7 @@ class DraftCore:
         return logits[torch.arange(self.batch, device=device), newest]
 
     def propose(self, requests: Sequence[DraftRequest], k: int, stops: Stops, vocab_size: int) -> Proposal:
-        """Catch up and draft k tokens for the rows of `requests`; the other rows ride along as padding."""
+        """Catch up and draft k tokens for the rows of `requests`; the other rows are padding."""
         sampling = requests[0].sampling
         tokens, starts, counts = self.feed(requests)
         host = np.zeros((self.batch, TOKENS + tokens.shape[1]), dtype=np.int64)
@@ -285,68 +312,76 @@ class DraftCore:
     def key_of(
         self, sampling: RowSampling | None, width: int, reach: int, k: int, stops: Stops, vocab_size: int
     ) -> StepsKey:  # fmt: skip
+        """Make the key of k draft steps after a pass of `width` columns; reach: first slot that no row needs."""
         first = self.runner.key(self.cache, self.shapes, width, min(reach, self.capacity))
         if sampling is None:
             return StepsKey(first, k, False, Purpose.DRAFT, None, *stops, vocab_size)
-        purpose = sampling.purpose if sampling.drawn else Purpose.DRAFT
-        return StepsKey(first, k, sampling.drawn, purpose, sampling.sampling.signature, *stops, vocab_size)
+        purpose = sampling.purpose if sampling.sampled else Purpose.DRAFT
+        return StepsKey(first, k, sampling.sampled, purpose, sampling.sampling.signature, *stops, vocab_size)
 
     def steps(
         self, key: StepsKey, sampling: RowSampling | None, inputs: StepInputs, texts: Texts | None,
         requests: Sequence[DraftRequest],
     ) -> Proposal:  # fmt: skip
-        """The program. `texts` and `requests` are the host's: they are looked at only where nothing is recorded."""
+        """Catch up, then draft `key.steps` tokens: logits -> q -> token -> feed.
+
+        texts, requests: the host's; they are looked at only where nothing is recorded
+        """
         numbers, runner = inputs.numbers, self.runner
         length, rows = numbers[STARTS] + numbers[COUNTS], torch.arange(self.batch, device=runner.device)
         out = runner.forward(self.cache, key.first, PassInputs(inputs.tokens, numbers[:KEYS]))
         logits = out.logits[rows, (numbers[COUNTS] - 1).clamp(min=0)]  # [B, V_draft]
-        # Not this call's own capacity: the program stays with the cache, for calls that need more of it.
-        end = min(self.cache.capacity, runner.context)
         tokens: list[Tensor] = []
-        lives: list[Tensor] = []
-        laws: list[Tensor] = []
+        q: list[Tensor] = []
+        keeps: list[Tensor] = []
         for i in range(key.steps):
             logits = pad_vocabulary(logits, key.vocab_size, runner.excluded)
             history = texts.history(tokens, self.batch) if texts else None
-            token, sound, law = self._choose(key, sampling, logits, history, numbers, i)
+            token, sound, q_i = self._choose(key, sampling, logits, history, numbers, i)
             tokens.append(token)
-            laws += [law] if law is not None else []
+            q += [q_i] if q_i is not None else []
             if key.p_min:
                 # A broken draft proposes nothing; without p_min it proposes what will be rejected.
-                alive = sound & _goes_on(key, logits, i)
-                lives.append(alive & lives[-1] if lives else alive)
-            if i + 1 == key.steps or (lives and self._nobody(lives[-1], requests)):
+                keep = sound & _keep(key, logits, i)
+                keeps.append(keep & keeps[-1] if keeps else keep)
+            if i + 1 == key.steps or (keeps and self._all_stopped(keeps[-1], requests)):
                 break
-            fed = runner.part(_following)(token, length + i, numbers[COUNTS], end, self.shapes.width(1))
-            again = key.first._replace(width=fed[0].shape[1])
-            logits = runner.forward(self.cache, again, PassInputs(*fed)).logits[:, 0]
-        lengths = torch.stack(lives).sum(dim=0) if lives else None
-        if lengths is not None and not key.drawn and key.n_min:
+            logits = self._feed_token(key, token, length + i, numbers[COUNTS])
+        lengths = torch.stack(keeps).sum(dim=0) if keeps else None
+        if lengths is not None and not key.sampled and key.n_min:
             lengths = torch.where(lengths < key.n_min, 0, lengths)
-        return Proposal(torch.stack(tokens, dim=1), lengths, torch.stack(laws, dim=1) if laws else None)
+        return Proposal(torch.stack(tokens, dim=1), lengths, torch.stack(q, dim=1) if q else None)
 
     def _choose(
         self, key: StepsKey, sampling: RowSampling | None, logits: Tensor, history: History | None, numbers: Tensor,
         i: int,
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-        """The i-th token [B] from logits [B, V], whether there was anything to choose, and the law if it was drawn."""
+        """Choose the i-th token from logits [B, V]; returns (token [B], True where logits are sound, q if sampled)."""
         if history is None and (sampling is None or sampling.sampling.greedy):
             return *self.runner.part(best)(logits), None
         assert sampling is not None
         scores = sampling.sampling.scores(logits[:, None], history)[:, 0]
         sound = scores.amax(dim=-1).isfinite()
-        if not key.drawn:
+        if not key.sampled:
             return scores.argmax(dim=-1), sound, None
-        law = proposal_law(scores)
-        return race(law, streams(numbers[KEYS], numbers[POSITIONS] + i, key.purpose)), sound, law
+        q = proposal_distribution(scores)
+        return race(q, streams(numbers[KEYS], numbers[POSITIONS] + i, key.purpose)), sound, q
 
-    def _nobody(self, alive: Tensor, requests: Sequence[DraftRequest]) -> bool:
-        """Whether every row has stopped. Only asked where looking costs no transfer and nothing is recorded."""
-        looks = self.runner.graphs is None and alive.device.type == "cpu"
-        return looks and not any(alive[r.row] for r in requests)
+    def _feed_token(self, key: StepsKey, token: Tensor, slots: Tensor, counts: Tensor) -> Tensor:
+        """Feed a drafted token [B] at `slots` [B]; returns the logits after it, [B, V_draft]."""
+        # Not this call's own capacity: the recording stays with the cache, for calls that need more of it.
+        end = min(self.cache.capacity, self.runner.context)
+        fed = self.runner.part(_following)(token, slots, counts, end, self.shapes.width(1))
+        following = key.first._replace(width=fed[0].shape[1])
+        return self.runner.forward(self.cache, following, PassInputs(*fed)).logits[:, 0]
+
+    def _all_stopped(self, keep: Tensor, requests: Sequence[DraftRequest]) -> bool:
+        """True if every row has stopped. Only looked at on a CPU where nothing is recorded: elsewhere False."""
+        looks = self.runner.graphs is None and keep.device.type == "cpu"
+        return looks and not any(keep[r.row] for r in requests)
 
     def step(self, requests: Sequence[DraftRequest], tokens: Tensor, i: int) -> Tensor:
-        """Feed the i-th drafted token [B] of every row; returns logits [B, V_draft]. Rows without room sit out."""
+        """Feed the i-th drafted token [B] of every row; returns logits [B, V_draft]. Rows without room take no part."""
         starts, counts = [0] * self.batch, [0] * self.batch
         for r in requests:
             if self.length[r.row] + i < self.capacity:
@@ -356,8 +391,12 @@ class DraftCore:
         return self.runner.step(self.cache, self.shapes, padded, starts, counts).logits[:, 0]
 
     def tree_step(self, tokens: Tensor, parents: Sequence[Sequence[int]], columns: Sequence[Sequence[int]]) -> Tensor:
-        """Feed nodes of each row's tree: tokens [B, F], the trees so far, and the columns that are fed; returns logits
-        [B, F, V_draft]."""
+        """Feed nodes of each row's tree; returns logits [B, F, V_draft].
+
+        tokens [B, F]: their ids
+        parents: the trees so far, by row
+        columns: the columns that are fed, by row
+        """
         width, region = self.shapes.width(tokens.shape[1]), self.shapes.width(1 + max(map(len, parents)))
         starts = [n - 1 if fed else 0 for n, fed in zip(self.length, columns, strict=True)]
         counts = [len(fed) for fed in columns]
@@ -377,29 +416,31 @@ class DraftCore:
 
 
 def recordable(sampling: RowSampling | None) -> bool:
-    """Whether a program can be named by what it computes."""
+    """True if draft steps can be named by what they compute."""
     return sampling is None or sampling.sampling.signature is not None
 
 
 def stream_of(request: DraftRequest) -> int:
-    """The key of a row's draws; 0 where nothing is drawn."""
-    if request.sampling is None or not request.sampling.drawn:
+    """Return the key of a row's random numbers; 0 if nothing is sampled."""
+    if request.sampling is None or not request.sampling.sampled:
         return 0
     assert request.noise is not None
     return request.sampling.streams(request.noise)[0]
 
 
-def _goes_on(key: StepsKey, logits: Tensor, i: int) -> Tensor | bool:
-    """Whether position i is proposed: from q_i before anything is drawn, never from the drawn token."""
-    if key.drawn and i < key.n_min:
+def _keep(key: StepsKey, logits: Tensor, i: int) -> Tensor | bool:
+    """The stop rule: True [B] where position i is proposed, by q_i alone and never by the sampled token."""
+    if key.sampled and i < key.n_min:
         return True
     best = logits.float() if key.top_n is None else logits.float().topk(min(key.top_n, logits.shape[-1])).values
     return torch.softmax(best, dim=-1).amax(dim=-1) >= key.p_min
 
 
 def _following(token: Tensor, slots: Tensor, counts: Tensor, end: int, width: int) -> tuple[Tensor, Tensor]:
-    """(tokens [B, width], layout [2, B]) of the pass that feeds one drafted token [B] a row at `slots` [B]. Rows that
-    have come to the `end`, and those that take no part in the round (counts [B] = 0), sit out."""
+    """Return (tokens [B, width], layout [2, B]) of the pass that feeds one drafted token [B] per row at `slots` [B].
+
+    Rows that have reached `end`, and those outside the round (counts [B] = 0), take no part.
+    """
     fits = (counts > 0) & (slots < end)
     layout = torch.stack([torch.where(fits, slots, 0), fits.long()])
     return F.pad(token[:, None], (0, width - 1)), layout

@@ -1,12 +1,11 @@
-"""Drafts that start before the host knows what the last ones came to.
+"""Pipelined drafting: the next drafts start before the host has read the verdict on the last ones.
 
-While the target verifies, the host has nothing to do but to wait for its verdict, and once it has read that, the
-device waits for the host to launch the next draft. A draft model needs no more of the verdict than two numbers a row,
-and these are on the device: so the program of the next draft is launched behind the verify pass, and takes them from
-there. When the host has read them too it finds the draft made, or, where another row has taken a slot, lets it go.
+Otherwise the host waits for the verdict while the target verifies, and then the device waits for the host to launch the
+next draft. A draft model only needs two numbers of the verdict per row, and these are on the device: so the next draft
+is launched right after the verify pass, and takes them from there. When the host has read them too, the draft is there;
+if another row has taken a slot meanwhile, it is dropped.
 
-Only where nothing else has a say: one strategy, a fixed length, chains, room for a whole draft whatever is accepted,
-programs that are recorded.
+Used only if one strategy drafts chains of fixed length, recorded, with room for a whole draft whatever is accepted.
 """
 
 from __future__ import annotations
@@ -25,12 +24,13 @@ from specdec.device.transfer import array_on
 from specdec.drafters.base import DraftRequest
 from specdec.drafters.draft_model.core import DraftCore, Proposal, StepInputs, StepsKey, Stops, recordable, stream_of
 
-# Columns of `AheadInputs.table`: ids of a row with a draft to be judged, the key of its draws, tokens of that draft.
+# Columns of `AheadInputs.table`: ids of a row whose draft is being verified, the key of its random numbers, tokens of
+# that draft.
 SIZE, STREAM, DRAFTED = range(3)
 
 
 class AheadKey(NamedTuple):
-    """What is fixed in such a program: the draft that it makes."""
+    """What is fixed in a recorded pipelined draft: its steps."""
 
     steps: StepsKey
 
@@ -45,8 +45,12 @@ class AheadKey(NamedTuple):
 
 @dataclass(frozen=True)
 class AheadInputs(Buffers):
-    """table [B, 3]: SIZE ... DRAFTED (0: a row without a draft); draft [B, k]: the tokens that the target judges; of
-    its verdict, accepted [B] and token [B], the one that follows."""
+    """What a pipelined draft is given.
+
+    table [B, 3]: SIZE ... DRAFTED; DRAFTED 0: a row without a draft
+    draft [B, k]: the tokens that are being verified
+    accepted [B], token [B]: the verdict: how many of them are accepted, and the token after them
+    """
 
     table: Tensor
     draft: Tensor
@@ -56,7 +60,7 @@ class AheadInputs(Buffers):
 
 @dataclass(frozen=True)
 class Ahead:
-    """A proposal that was made ahead; sizes: row -> ids it had then, its newest one included."""
+    """A pipelined proposal; sizes: row -> ids it had before the verdict, the newest included."""
 
     proposal: Proposal
     sizes: dict[int, int]
@@ -68,7 +72,7 @@ class Ahead:
 
 
 def possible(core: DraftCore, requests: Sequence[DraftRequest], k: int) -> bool:
-    """Whether drafts of k tokens can follow those that the rows of `requests` have with the target, whatever stands."""
+    """True if drafts of k tokens can follow those that are being verified, whatever is accepted."""
     drafted = [core.outstanding.get(r.row, 0) for r in requests]
     room = all(d and core.room(r, k + d + 1) == k + d + 1 for r, d in zip(requests, drafted, strict=True))
     texts = any(r.sampling is not None and r.sampling.processors is not None for r in requests)
@@ -79,8 +83,11 @@ def go_ahead(
     core: DraftCore, requests: Sequence[DraftRequest], k: int, stops: Stops, vocab_size: int, judged: Tensor,
     accepted: Tensor, token: Tensor,
 ) -> Ahead:  # fmt: skip
-    """Draft k tokens after what the target will have accepted of `judged` [B, k'], which the rows of `requests` have
-    with it, by its verdict alone: accepted [B], token [B]."""
+    """Draft k tokens from the verdict on the device.
+
+    judged [B, k']: the drafts that are being verified
+    accepted [B], token [B]: the verdict
+    """
     sampling, host = requests[0].sampling, np.zeros((core.batch, 3), dtype=np.int64)
     for r in requests:
         host[r.row] = len(r.tokens) + 1, stream_of(r), core.outstanding[r.row]
@@ -88,18 +95,20 @@ def go_ahead(
     reach = int((host[:, SIZE] + host[:, DRAFTED]).max()) + k
     steps = core.key_of(sampling, core.shapes.width(2), reach, k, stops, vocab_size)
 
-    def program(given: AheadInputs) -> Proposal:
+    def function(given: AheadInputs) -> Proposal:
         table = core.runner.part(_caught_up)(given.table, given.draft, given.accepted, given.token, steps.first.width)
         return core.steps(steps, sampling, StepInputs(table), None, requests)
 
-    proposal = core.runner.run(core.cache, AheadKey(steps), inputs, program)
+    proposal = core.runner.run(core.cache, AheadKey(steps), inputs, function)
     core.passes += k
     return Ahead(proposal, {r.row: len(r.tokens) + 1 for r in requests})
 
 
 def take(core: DraftCore, ahead: Ahead, requests: Sequence[DraftRequest]) -> bool:
-    """Count what was fed ahead as fed, if it is what `requests` ask for. Where it is not, nothing has happened: the
-    slots that were written lie behind every row's length."""
+    """Count a pipelined draft as fed, if it is what `requests` ask for; returns True if it is.
+
+    If not, nothing has happened: the slots that were written lie after every row's length.
+    """
     for r in requests:
         size, accepted = ahead.sizes.get(r.row), core.accepted.get(r.row)
         if size is None or accepted is None or len(r.tokens) != size + accepted:
@@ -113,8 +122,11 @@ def take(core: DraftCore, ahead: Ahead, requests: Sequence[DraftRequest]) -> boo
 
 
 def _caught_up(table: Tensor, draft: Tensor, accepted: Tensor, token: Tensor, width: int) -> Tensor:
-    """`StepInputs.table` from the fields of `AheadInputs`. A row's cache has all of its draft but the last token, so
-    that one is fed where it stands, and then the token that follows."""
+    """Build `StepInputs.table` from the fields of `AheadInputs`.
+
+    The cache lacks only the last drafted token; if all were accepted feed it and the bonus token (2), else the
+    correction alone (1).
+    """
     size, drafted = table[:, SIZE], table[:, DRAFTED]
     active, whole = drafted > 0, accepted >= drafted
     last = draft.gather(1, (drafted - 1).clamp(min=0)[:, None])[:, 0]

@@ -1,16 +1,7 @@
 """draft-model: a small language model proposes, token by token, for all rows in one batch.
 
-Source: llama.cpp `draft-simple`; Leviathan et al. 2023. Parameters: `n_max` tokens to propose, None = automatic length
-(length.py; 5 where that is off); `p_min`: stop where
-the draft's top probability falls below it (softmax at T = 1 over the whole vocabulary, before processors; with
-`top_n` over the `top_n` best tokens only, as upstream); `n_min`: under argmax proposals a shorter draft is dropped,
-under sampled ones p_min cannot stop before it; `branches` > 1 makes trees of up to so many paths, which split where
-further tokens have a probability above `p_split`; `tree` makes trees of a fixed shape (both:
-drafters/draft_model/tree.py). `preset="llama-classic" | "llama-2026"` takes upstream's values. `translate=True` drafts
-through text where the two vocabularies differ (translation.py).
-
-Cost: one draft pass per proposed token, and no host read: tokens, q and lengths stay on the device
-(drafters/draft_model/core.py).
+Source: llama.cpp `draft-simple`; Leviathan et al. 2023. Cost: one draft pass per proposed token, and no host read:
+tokens, q and lengths stay on the device (core.py).
 """
 
 from __future__ import annotations
@@ -39,7 +30,20 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class DraftModel(Drafter):
-    """Parameters that are None take the preset's value, or the default. Raises SpecdecError for bad ones."""
+    """The draft model as a strategy. Parameters that are None take the preset's value, or the default.
+
+    n_max: most tokens to propose; None = automatic length (length.py), 5 if that is off
+    p_min: stop where the draft's top probability is below it (softmax at T = 1, before processors)
+    n_min: under argmax proposals a shorter draft is dropped, under sampled ones p_min cannot stop before it
+    top_n: p_min and p_split look at a softmax over so many best tokens, as upstream; None = the whole vocabulary
+    branches: > 1 makes trees of up to so many paths (tree.py)
+    p_split: a path splits where further tokens have a probability above it
+    tree: makes trees of a fixed shape (tree.py)
+    preset: upstream's values: "llama-classic" or "llama-2026"
+    translate: draft through text if the two vocabularies differ (translation.py)
+    replacements: the target's text -> what the draft sees instead, with translate
+    Raises SpecdecError for bad parameters.
+    """
 
     n_max: int | None = None
     n_min: int | None = None
@@ -95,7 +99,7 @@ class DraftModel(Drafter):
 
     @property
     def tree_nodes(self) -> int:
-        """The nodes of a fixed shape; branching keeps to what a verify pass usually takes."""
+        """Nodes of a fixed shape; 0 for branching, which keeps to what a verify pass usually takes."""
         return len(plan_parents(self.tree)) if self.tree is not None else 0
 
     @property
@@ -118,8 +122,8 @@ class DraftModel(Drafter):
 
     _context: DraftContext = field(init=False, repr=False, compare=False)
     _core: DraftCore = field(init=False, repr=False, compare=False)
-    _proposal: Proposal | None = field(init=False, repr=False, compare=False, default=None)  # of the round
-    _ahead: Ahead | None = field(init=False, repr=False, compare=False, default=None)  # of the next one
+    _proposal: Proposal | None = field(init=False, repr=False, compare=False, default=None)  # this round's
+    _ahead: Ahead | None = field(init=False, repr=False, compare=False, default=None)  # the next round's
 
     def begin(self, row: int, prompt: Tokens) -> None:
         self._core.begin(row, prompt)
@@ -158,7 +162,7 @@ class DraftModel(Drafter):
 
     @property
     def can_pipeline(self) -> bool:
-        """Chains can, by recorded draft steps."""
+        """True for chains whose draft steps are recorded."""
         return not self.makes_trees and self._core.runner.graphs is not None
 
     def pipeline(self, requests: Sequence[DraftRequest], accepted: Tensor, token: Tensor) -> bool:

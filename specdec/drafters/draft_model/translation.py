@@ -1,11 +1,11 @@
 """draft-model with another vocabulary: the draft writes text, and the text is tokenised for the target.
 
-Each round the row's text goes to the draft's tokenizer (`replacements`: strings of the target's text -> what the
-draft should see instead, and back again in what it wrote), the draft continues it by argmax, and its continuation is
-tokenised together with the text before it. The proposal makes no claim about q, so it is lossless as it stands.
+Each round the row's text goes to the draft's tokenizer (`replacements`: strings of the target's text -> what the draft
+should see instead, and back again in what it wrote), the draft continues it by argmax, and its continuation is
+tokenised together with the text before it. The proposal has no q, so it is lossless.
 
-Cost: two host reads a round (the text is made on the host) and tokenising the whole row; the draft's K/V is reused up
-to the first id that changed. Meant for pairs that have no common vocabulary, not for speed records.
+Cost: two host reads per round (the text is made on the host) and tokenising the whole row; the draft's K/V is reused up
+to the first id that changed. Meant for pairs without a common vocabulary, not for speed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from specdec.models.pair_report import draft_capacity
 
 @dataclass
 class TranslatingDrafter(Drafter):
-    """Built by `DraftModel(translate=True)`; `settings` are that object's parameters."""
+    """Built by `DraftModel(translate=True)`, which is its `settings`."""
 
     settings: Any
     context: DraftContext
@@ -68,7 +68,7 @@ class TranslatingDrafter(Drafter):
         return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def _inner(self, request: DraftRequest, text: str) -> DraftRequest:
-        """The same row in the draft's ids; its cache is trimmed to what still agrees."""
+        """Return the same row in the draft's ids; its cache is trimmed to what still agrees."""
         for old, new in self.settings.replacements.items():
             text = text.replace(old, new)
         tokenizer: Any = self.context.draft_tokenizer
@@ -81,7 +81,7 @@ class TranslatingDrafter(Drafter):
         return replace(request, tokens=ids[:-1], last=int(ids[-1]), n_max=0, sampling=None, noise=None)
 
     def _continue(self, requests: Sequence[DraftRequest], k: int) -> dict[int, list[int]]:
-        """k argmax tokens of the draft for each row, on the host."""
+        """Return k argmax tokens of the draft for each row, on the host."""
         logits = self.core.catch_up(requests)
         tokens = []
         for i in range(k):
@@ -93,7 +93,7 @@ class TranslatingDrafter(Drafter):
         return {r.row: [column[r.row] for column in columns] for r in requests}
 
     def _back(self, text: str, request: DraftRequest, written: Sequence[int]) -> list[int]:
-        """The draft's continuation in the target's ids; empty where the joint tokenisation moves earlier ids."""
+        """Return the draft's continuation in the target's ids; empty if the joint tokenisation changes earlier ids."""
         tokenizer: Any = self.context.draft_tokenizer
         target: Any = self.context.tokenizer
         continuation = tokenizer.decode(list(written), skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -101,7 +101,7 @@ class TranslatingDrafter(Drafter):
             continuation = continuation.replace(new, old) if new else continuation
         before = target(text, add_special_tokens=False)["input_ids"]
         joint = target(text + continuation.rstrip("�"), add_special_tokens=False)["input_ids"]
-        # The newest token may have been emitted as another split of the same text; then nothing lines up.
+        # The newest token may have been emitted as another split of the same text; then nothing agrees.
         if joint[: len(before)] != before or not before or before[-1] != int(request.last):
             return []
         limit = request.n_max if request.n_max > 0 else len(joint)

@@ -33,7 +33,7 @@ from specdec.drafters.base import (
     RowSampling,
     Tokens,
     empty_like,
-    proposal_law,
+    proposal_distribution,
 )
 from specdec.drafters.draft_model.core import Proposal, Texts, recordable
 from specdec.drafters.eagle3.dynamic_tree import Tree, TreePasses, TreeSize, grow
@@ -244,7 +244,7 @@ class Eagle3(Drafter):
         steps = self.n_max if rows.cache.graphs is not None else max(r.limit(self.n_max) for r in requests)
         inputs, kv_len = rows.plan(requests), rows.kv_len(requests, steps)
         texts = Texts(rows.batch, requests, rows.device)
-        sampled = sampling is not None and sampling.drawn
+        sampled = sampling is not None and sampling.sampled
         key = ChainKey(
             width=inputs.tokens.shape[1],
             kv_len=kv_len,
@@ -277,7 +277,7 @@ class Eagle3(Drafter):
                 scores = sampling.sampling.scores(wide[:, None], history)[:, 0]
                 token = scores.argmax(-1)
                 if key.sampled:
-                    qs.append(proposal_law(scores))
+                    qs.append(proposal_distribution(scores))
                     token = race(qs[-1], streams(inputs.keys, inputs.positions + i, key.purpose))
             tokens.append(token)
             if i + 1 < key.steps:

@@ -1,22 +1,20 @@
 """ngram-cache: llama.cpp's lookup decoding from three caches of n-gram counts.
 
 Source: llama.cpp `ngram-cache`, draft for draft (a development of prompt lookup decoding). A row's *context* cache
-counts the n-grams of 1..4 ids of its text; *dynamic* and *static* caches come from files (`specdec lookup`,
-llama.cpp's own lookup tools). For every drafted token the longest known n-gram that is clear enough decides: by the
-context cache with lax limits, else by the dynamic one with strict limits, else by the static 2-grams alone; static
-counts also weigh the other two.
+counts the n-grams of 1..4 ids of its text; *dynamic* and *static* caches come from files (`specdec lookup`, llama.cpp's
+own lookup tools). For every drafted token the longest known n-gram that is clear enough decides: in the context cache
+with lax limits, else in the dynamic one with strict limits, else in the static 2-grams alone; static counts also weigh
+the other two.
 
-Parameters: `static` and `dynamic`: a path or a `LookupCache`; `n_draft` most tokens to propose (8, which upstream
-cannot change). Oddities of upstream that are kept, each with a switch that mends it (`parity=False` switches on all
-that are not set):
+Oddities of upstream are kept, each with a switch that mends it (`parity=False` switches on all that are not set):
 
 - `fix_boundaries`: text is counted in the pieces that each round brings, and n-grams that straddle two pieces are lost.
 - `fix_begin`: counts outlive the text; a new text in the same slot is drafted from the old one's counts, and is
   itself not counted until it is longer than the old one. In a decoder's call only with `shared` (see
   drafters/ngram/hashing.py): there a row starts afresh.
 
-Cost of a round: at most 12 dict look-ups a drafted token, whatever the length of the text. A tie that static counts
-leave between ids that are clear enough takes a walk over that part, as every step does upstream.
+Cost of a round: at most 12 dict look-ups per drafted token, for any length of text. A tie that static counts leave
+between ids that are clear enough takes a walk over that part, as every step does upstream.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ from specdec.errors import SpecdecError
 class Limits:
     """When an n-gram of 1..4 ids is clear enough: `least` occurrences, `percent` of them with the proposed successor.
 
-    No percentage is below 50, on which `_favourite` relies.
+    No percentage is below 50: `_favourite` relies on that.
     """
 
     least: tuple[int, int, int, int]
@@ -54,7 +52,7 @@ _NO_EVIDENCE: Mapping[int, int] = {}
 def propose(
     ids: Sequence[int], n_draft: int, context: LookupCache, dynamic: LookupCache | None, static: LookupCache | None
 ) -> list[int]:
-    """At most `n_draft` ids that may follow `ids`, a text with its newest token; only its last 4 are looked at."""
+    """Propose at most `n_draft` ids after `ids`, a text with its newest token; only its last 4 matter."""
     text = list(ids[-LONGEST:])
     start = len(text)
     while start >= 2 and len(text) < start + n_draft:
@@ -79,7 +77,7 @@ def _counts(part: int | Part | None) -> Mapping[int, int]:
 
 
 def _choose(cache: LookupCache, window: tuple[int, ...], evidence: Mapping[int, int], limits: Limits) -> int | None:
-    """The successor that the longest clear n-gram at the end of `window` proposes."""
+    """Return the successor that the longest clear n-gram at the end of `window` proposes."""
     for size in range(len(window), 0, -1):
         part = cache.get(window[-size:])
         if part is not None:
@@ -90,7 +88,7 @@ def _choose(cache: LookupCache, window: tuple[int, ...], evidence: Mapping[int, 
 
 
 def _judge(part: int | Part, evidence: Mapping[int, int], least: int, percent: int) -> int | None:
-    """The part's favourite, if the part is large enough and its share is."""
+    """Return the part's favourite, if the part and the favourite's share of it are large enough."""
     if isinstance(part, int):
         return part & ID_BITS if part >> 32 >= least else None
     if part.total < least:
@@ -100,16 +98,18 @@ def _judge(part: int | Part, evidence: Mapping[int, int], least: int, percent: i
 
 
 def _favourite(part: Part, evidence: Mapping[int, int], percent: int) -> int:
-    """The id whose count, times 100 static counts where there are any, is the highest; the first in the order of the
-    original's hash table among equals, unless none of them has the share that `_judge` asks for."""
+    """Return the id whose count, times 100 static counts where there are any, is the highest.
+
+    Among equals the first in the order of the original's hash table, unless none has the share that `_judge` asks for.
+    """
     shared = part.counts.keys() & evidence.keys()
     if not shared:
-        # Equals with half of the total each can only be two, and of two the one inserted later comes first.
+        # Only two equals can have half of the total each, and of two the one inserted later comes first.
         tied = len(part.counts) == 2 and 2 * part.most == part.total
         return next(reversed(part.counts)) if tied else part.best
     worth = {token: 100 * evidence[token] * part.counts[token] for token in shared}
     value = max(worth.values())
-    if part.most > value:  # then the most frequent ids are unknown to the evidence, and two of them have no half each
+    if part.most > value:  # then the evidence lacks the most frequent ids, and no two of them have half each
         return part.best
     equals: Collection[int] = [token for token in shared if worth[token] == value]
     if part.most == value:
@@ -122,7 +122,11 @@ def _favourite(part: Part, evidence: Mapping[int, int], percent: int) -> int:
 
 @dataclass
 class _RowState:
-    """A row's context cache, how many ids it has been fed, and, for `fix_begin`, which."""
+    """A row's context cache.
+
+    size: ids that it has counted
+    text: these ids, kept for `fix_begin` only
+    """
 
     cache: LookupCache = field(default_factory=LookupCache)
     size: int = 0
@@ -131,8 +135,15 @@ class _RowState:
 
 @dataclass
 class NgramCache(RowDrafter):
-    """State: a context cache a row. Raises SpecdecError for parameters out of range and for files that are no lookup
-    caches or come from another vocabulary."""
+    """State: a context cache per row.
+
+    static, dynamic: a path or a `LookupCache`
+    n_draft: most tokens to propose; upstream cannot change its 8
+    parity, fix_...: llama.cpp's oddities
+    shared: a row continues from its slot's earlier rows, as upstream
+    Raises SpecdecError for parameters out of range, and for files that are no lookup caches or hold ids that the target
+    lacks.
+    """
 
     static: str | Path | LookupCache | None = None
     dynamic: str | Path | LookupCache | None = None

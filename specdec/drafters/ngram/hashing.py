@@ -1,4 +1,4 @@
-"""What the n-gram strategies share: hashes of n-grams, as llama.cpp computes them, and parity switches.
+"""Hashes of n-grams, as llama.cpp computes them, and parity switches of the n-gram strategies.
 
 A hash of n tokens is the polynomial h = (h * multiplier + token) over them, modulo 2^64; llama.cpp's `ngram-map` keeps
 the lower 32 bits. A text's windows are hashed in one matrix product, one window in one dot product.
@@ -6,10 +6,10 @@ the lower 32 bits. A text's windows are hashed in one matrix product, one window
 *Parity switches*: a strategy does what llama.cpp does, oddities included, unless a field `fix_...` is true. A field
 left None follows `parity`: `parity=False` turns on all fixes that are not named.
 
-*State between rows*: llama.cpp's strategies go on with what an earlier text left in their slot. In a decoder's call
+*State between rows*: llama.cpp's strategies continue with what an earlier text left in their slot. In a decoder's call
 what they know ends with each row, because a row's drafts, and under `leviathan` its text, must not depend on its
-neighbours. `shared` asks for upstream's behaviour; a chain that is driven without a decoder (`DraftContext.separate`
-off) has it anyway.
+neighbours. `shared` asks for upstream's behaviour; a chain without a decoder (`DraftContext.separate` False) has it
+always.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ MAP_MASK = (1 << 32) - 1
 
 
 def powers(multiplier: int, n: int) -> np.ndarray:
-    """uint64 [n]: the weight of each token of an n-gram in its hash, the oldest token's first."""
+    """Return the weight of each token of an n-gram in its hash, the oldest token's first, uint64 [n]."""
     return np.array([pow(multiplier, n - 1 - i, 1 << 64) for i in range(n)], dtype=np.uint64)
 
 
 def hash_windows(tokens: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Hashes modulo 2^64 of all windows of len(weights) tokens: int64 [L] -> uint64 [L - n + 1] (empty if L < n)."""
+    """Hash all windows of n = len(weights) tokens, modulo 2^64: int64 [L] -> uint64 [L - n + 1] (empty if L < n)."""
     n = len(weights)
     if len(tokens) < n:
         return np.empty(0, dtype=np.uint64)
@@ -43,7 +43,7 @@ def hash_windows(tokens: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 
 def newest_ngram(request: DraftRequest, tokens: np.ndarray, n: int) -> np.ndarray:
-    """The row's last n ids, the newest included: int64 [n]. Needs n - 1 ids before the newest."""
+    """Return the row's last n ids, the newest included: int64 [n]. Needs n - 1 ids before the newest."""
     key = np.empty(n, dtype=np.int64)
     key[: n - 1] = tokens[len(tokens) - n + 1 :]
     key[n - 1] = request.last
@@ -51,7 +51,7 @@ def newest_ngram(request: DraftRequest, tokens: np.ndarray, n: int) -> np.ndarra
 
 
 def stable_order(values: np.ndarray) -> np.ndarray:
-    """Indices that sort whole numbers >= 0, equal ones in the order they came in: int64 [n] -> int64 [n]."""
+    """Return indices that sort whole numbers >= 0, equal ones in their order: int64 [n] -> int64 [n]."""
     bits = len(values).bit_length()
     if int(values.max(initial=0)) >> (63 - bits):
         return np.argsort(values, kind="stable")
@@ -61,10 +61,11 @@ def stable_order(values: np.ndarray) -> np.ndarray:
 
 
 class Occurrences:
-    """Equal values of int64 [n], all >= 0, found together.
+    """The occurrences of each value in int64 [n], all >= 0.
 
-    order: where they stand, sorted by value and position, int64 [n]; rank: how many smaller values there are, int64
-    [n]; first, counts: the first position and the number of each value, ascending, int64 [distinct].
+    order int64 [n]: positions, sorted by value and position
+    rank int64 [n]: how many distinct values are smaller
+    first, counts int64 [distinct]: the first position and the number of each value, ascending
     """
 
     def __init__(self, values: np.ndarray):
@@ -78,8 +79,7 @@ class Occurrences:
 
 
 def resolve_switches(drafter: Any) -> None:
-    """Check the switches and give every `fix_...` field that was left None its value: on iff `parity` is off. Raises
-    SpecdecError."""
+    """Check the switches; `fix_...` fields that are None become True iff `parity` is False. Raises SpecdecError."""
     check_switch(f"{drafter.name}: shared", drafter.shared)
     switches = [name for name in drafter.__dataclass_fields__ if name.startswith("fix_")]
     for name in ("parity", *switches):
@@ -91,14 +91,14 @@ def resolve_switches(drafter: Any) -> None:
 
 
 def own_state(drafter: Any, made: Any, context: DraftContext) -> None:
-    """Give `made`, this drafter for one call, its state by slot: none, or with shared state that of the call before."""
+    """Give `made`, this drafter for one call, its state by slot: none, or if shared that of the previous call."""
     made._separate = context.separate and not drafter.shared
     before = None if made._separate else drafter.inherited(context)
     made._rows = before._rows if before is not None else {}
 
 
 def check_sizes(drafter: Any, **least: int) -> None:
-    """Check whole-number parameters: name -> least value; sizes of n-grams and drafts go up to 1024, as upstream."""
+    """Check whole-number parameters, name -> least value; sizes of n-grams and drafts go up to 1024, as upstream."""
     for name, lowest in least.items():
         value = getattr(drafter, name)
         check_whole(f"{drafter.name}: {name}", value, lowest)

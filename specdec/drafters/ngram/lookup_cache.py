@@ -1,13 +1,13 @@
-"""Lookup caches: which token followed an n-gram how often, in memory and in llama.cpp's file format.
+"""Lookup caches: counts of the tokens that followed an n-gram, in memory and in llama.cpp's file format.
 
 A cache maps n-grams of 1..4 ids to *parts* (next id -> count). Source: llama.cpp `ngram-cache`, with its semantics of
 update, merge, load and save. Drafts break ties by the order in which the original walks a part, a hash table of GNU
 libstdc++; that order is a function of the order of insertion alone (`iteration_order`), which Python's dicts keep, so
-nothing of the table has to be simulated until a tie or a file asks for it.
+the table is simulated only for a tie or a file.
 
 Most n-grams of a text have one successor. Such a part is a plain integer, count * 2^32 + id; a `Part` exists only from
 the second successor on. A long text that an empty cache counts is sorted and stays sorted: its n-grams become parts
-as they are asked for (`_SortedText`). Both make indexing a prompt cheap in time and memory.
+when they are asked for (`_SortedText`). Both make indexing a prompt cheap in time and memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from specdec.drafters.ngram.hashing import Occurrences, stable_order
 from specdec.errors import SpecdecError
 from specdec.files.texts import as_path, reading, write_atomically
 
-LONGEST = 4  # ids of an n-gram
+LONGEST = 4  # most ids of an n-gram
 ID_BITS = (1 << 32) - 1
 MAX_INT32 = (1 << 31) - 1
 _WORTH_SORTING = 256  # ids from which on sorting a text beats counting it one by one
@@ -39,11 +39,11 @@ Key = tuple[int, ...]
 
 
 def iteration_order(hashes: Sequence[int]) -> list[int]:
-    """In which order GNU libstdc++'s unordered_map yields elements inserted with these hashes: indices [n].
+    """Return the order in which GNU libstdc++'s unordered_map yields elements inserted with these hashes, indices [n].
 
     A bucket's newest element comes first in it, a bucket's place is that of its first element, newest buckets first;
-    growing to the next prime inserts everything again in the order so far. Maps beyond the last prime keep its order,
-    which is nobody's but costs no more.
+    growing to the next prime inserts everything again in the order so far. Maps past the last prime keep its order,
+    which differs from the original's but costs no more.
     """
     order: list[int] = []
     count = len(hashes)
@@ -59,7 +59,7 @@ def iteration_order(hashes: Sequence[int]) -> list[int]:
 
 
 def key_hash(key: Sequence[int]) -> int:
-    """llama.cpp's 64-bit hash of an n-gram padded with -1 to four ids. It decides the order of records in a file."""
+    """Compute llama.cpp's 64-bit hash of an n-gram padded with -1 to four ids; it orders the records of a file."""
     value = 0
     for token in (*key, *[-1] * (LONGEST - len(key))):
         value ^= token * 11400714819323198485 % (1 << 64)
@@ -68,9 +68,12 @@ def key_hash(key: Sequence[int]) -> int:
 
 @dataclass(slots=True)
 class Part:
-    """What followed one n-gram: `counts` by id in order of insertion, their `total`, and a most frequent id.
+    """What followed one n-gram.
 
-    `best` is any of the ids with the highest count, `most`; where several have it and it matters, `ordered` decides.
+    counts: by id, in order of insertion
+    total: their sum
+    best: an id with the highest count; if several have it and it matters, `ordered` decides
+    most: that count
     """
 
     counts: dict[int, int]
@@ -80,27 +83,25 @@ class Part:
 
     @staticmethod
     def of(counts: dict[int, int]) -> Part:
-        """A part with these counts, which it owns from now on."""
+        """Make a part of these counts, which it owns from now on."""
         best = max(counts, key=counts.__getitem__)
         return Part(counts, sum(counts.values()), best, counts[best])
 
     def add(self, token: int, count: int = 1) -> None:
+        """Count `token` `count` more times."""
         self.total += count
         self.counts[token] = count = self.counts.get(token, 0) + count
         if count > self.most:
             self.best, self.most = token, count
 
     def ordered(self) -> list[tuple[int, int]]:
-        """(id, count) in the order of the original's hash table."""
+        """List (id, count) in the order of the original's hash table."""
         tokens = list(self.counts)
         return [(tokens[i], self.counts[tokens[i]]) for i in iteration_order(tokens)]
 
 
 class LookupCache:
-    """n-gram of 1..4 ids -> what followed it how often.
-
-    source: the file it was loaded from, if any.
-    """
+    """Counts of the ids that followed each n-gram of 1..4 ids. source: the file it was loaded from, or None."""
 
     def __init__(self, parts: dict[Key, int | Part] | None = None, source: str | None = None):
         self.source = source
@@ -116,7 +117,7 @@ class LookupCache:
         return self._parts
 
     def get(self, key: Key) -> int | Part | None:
-        """What followed this n-gram, packed as in `parts`; None if it was never seen."""
+        """Return what followed this n-gram, packed as in `parts`; None if it was never seen."""
         part = self._parts.get(key)
         if part is None and self._sorted is not None:
             part = self._sorted.get(key)
@@ -128,26 +129,26 @@ class LookupCache:
         return len(self.parts)
 
     def successors(self, key: Sequence[int]) -> list[tuple[int, int]]:
-        """[(id, count), ...] after this n-gram, in the order of the original's hash table; empty if never seen."""
+        """List (id, count) after this n-gram, in the order of the original's hash table; empty if never seen."""
         found = self.get(tuple(key))
         if found is None:
             return []
         return found.ordered() if isinstance(found, Part) else [(found & ID_BITS, found >> 32)]
 
     def items(self) -> Iterator[tuple[Key, list[tuple[int, int]]]]:
-        """(n-gram, successors), both in the order of the original's hash tables, which is that of a saved file."""
+        """Yield (n-gram, successors), both in the order of the original's hash tables, as in a saved file."""
         keys = list(self.parts)
         for i in iteration_order([key_hash(key) for key in keys]):
             yield keys[i], self.successors(keys[i])
 
     def max_id(self) -> int:
-        """The largest id anywhere in the cache; -1 for an empty one."""
+        """Return the largest id in the cache; -1 for an empty one."""
         parts = self.parts.values()
         successors = (max(part.counts) if isinstance(part, Part) else part & ID_BITS for part in parts)
         return max(chain(map(max, self.parts), successors), default=-1)
 
     def add(self, key: Key, token: int, count: int = 1) -> None:
-        """`token` followed the n-gram `key`, 1..4 ids, `count` more times. Ids are plain integers in [0, 2^31)."""
+        """Count that `token` followed the n-gram `key`, 1..4 ids, `count` more times. Ids are in [0, 2^31)."""
         old = self.get(key)
         if old is None:
             self._parts[key] = count << 32 | token
@@ -178,7 +179,7 @@ class LookupCache:
                 self.add(key, token)
 
     def merge(self, other: LookupCache) -> None:
-        """Add the counts of `other`, which stays as it is. New n-grams are copied, their order of insertion too."""
+        """Add the counts of `other`, which does not change. New n-grams are copied, with their order of insertion."""
         for key, successors in other.items():
             if key in self.parts:
                 for token, count in successors:
@@ -194,7 +195,7 @@ class LookupCache:
         """Read a file in llama.cpp's format: records of 4 ids (padded with -1), K, and K times (id, count), int32.
 
         As upstream, the first of several records of an n-gram counts, and the first of several counts of an id; a
-        rest of less than 16 bytes is ignored. Raises SpecdecError for what cannot be read or is no such file.
+        rest of less than 16 bytes is ignored. Raises SpecdecError for a file that cannot be read or is none of these.
         """
         cache = LookupCache(source=str(path))
         with reading(path, "lookup cache") as name, name.open("rb") as file:
@@ -206,9 +207,9 @@ class LookupCache:
         return cache
 
     def save(self, path: str | Path) -> None:
-        """Write the file, or leave what was there: a new file takes the old one's place when it is complete.
+        """Write the file, which replaces an old one when it is complete.
 
-        Counts beyond int32, which the format has no room for, are written as the largest. Raises SpecdecError.
+        Counts above int32, for which the format has no room, are written as its largest. Raises SpecdecError.
         """
         path = as_path(path, "lookup cache")
         try:
@@ -233,7 +234,7 @@ class _SortedText:
         self.ids = ids
         self.pairs = dict(sorted_pairs(ids, shortest, longest))
         self.runs: dict[int, np.ndarray] = {}  # by size, where the pairs of each n-gram begin, and the end
-        self.places: dict[bytes, int] = {}  # which run is an n-gram's; keys are its ids as int64
+        self.places: dict[bytes, int] = {}  # an n-gram's ids as int64 -> its run
         for size, (_, home, _) in self.pairs.items():
             starts = np.flatnonzero(np.diff(home, prepend=-1))
             self.runs[size] = np.append(starts, len(home))
@@ -249,16 +250,16 @@ class _SortedText:
         return _packed(dict(zip(self.ids[first[run] + size].tolist(), counts[run].tolist(), strict=True)))
 
     def items(self) -> Iterator[tuple[Key, int | Part]]:
-        """All, in order of insertion."""
+        """Yield all parts in order of insertion."""
         return chain.from_iterable(_grouped(self.ids, size, *pairs) for size, pairs in self.pairs.items())
 
 
 def sorted_pairs(ids: np.ndarray, shortest: int, longest: int) -> Iterator[tuple[int, tuple[np.ndarray, ...]]]:
-    """All distinct (n-gram, next id) pairs of a text, by sorting, for each size in `shortest`..`longest`.
+    """Find all distinct (n-gram, next id) pairs of a text, by sorting, for each size in `shortest`..`longest`.
 
-    Yields (size, (first, home, counts)), arrays over the pairs: `first` and `home` are the start of the pair's and of
-    its n-gram's first occurrence, `counts` how often the pair occurs. Ordered by `home`, then `first`: as
-    `LookupCache.add`, called along the text, would insert them.
+    Yields (size, (first, home, counts)), arrays over the pairs: the start of the pair's first occurrence and of its
+    n-gram's, and how often the pair occurs. Ordered by `home`, then `first`, as `LookupCache.add` along the text would
+    insert them.
     """
     before = Occurrences(ids)
     width, small = len(ids), before.rank
@@ -275,7 +276,7 @@ def sorted_pairs(ids: np.ndarray, shortest: int, longest: int) -> Iterator[tuple
 def _grouped(
     ids: np.ndarray, size: int, first: np.ndarray, home: np.ndarray, counts: np.ndarray
 ) -> Iterator[tuple[Key, int | Part]]:
-    """Pairs as `sorted_pairs` yields them -> (n-gram, part)."""
+    """Group pairs of `sorted_pairs` into (n-gram, part)."""
     tokens = ids[first + size]
     starts = np.flatnonzero(np.diff(home, prepend=-1))
     lengths = np.diff(starts, append=len(home))
@@ -295,8 +296,11 @@ def _packed(counts: dict[int, int]) -> int | Part:
 
 
 def _records(file: BinaryIO, left: int, path: str) -> Iterator[tuple[Key, tuple[int, ...]]]:
-    """(n-gram, id, count, id, count, ...) of a file of `left` bytes. What a record claims to hold is compared with the
-    size of the file before it is read. Raises SpecdecError for a record that cannot be one."""
+    """Yield (n-gram, (id, count, id, count, ...)) of a file of `left` bytes.
+
+    The length in a record is compared with the size of the file before it is read. Raises SpecdecError for a record
+    that cannot be one.
+    """
     size = left
     while left >= 4 * LONGEST:
         where = f"lookup cache {path}: the record at byte {size - left}"

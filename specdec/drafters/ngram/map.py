@@ -1,26 +1,23 @@
 """ngram-map-k and ngram-map-k4v: a hash map from n-grams of the row to where they occurred, with acceptance history.
 
-Source: llama.cpp `ngram-map-k` and `ngram-map-k4v`, draft for draft. Parameters: `size_n` tokens to match (12),
-`size_m` most tokens to propose (48), `min_hits` (1; k4v only), `hash_size` slots (262,144; 0 = no hash, every search is
-a scan of the row).
+Source: llama.cpp `ngram-map-k` and `ngram-map-k4v`, draft for draft.
 
 A draft is what followed an earlier occurrence of the last n tokens. Every n-gram that was ever matched is a *key* and
-remembers how much of its drafts stood. k4v compares what followed the occurrences of a key, keeps up to four such
-*values* with counts, and drafts only where one of them dominates (at least twice as often as the others together).
+remembers how much of its drafts was accepted. k4v compares what followed the occurrences of a key, keeps up to four
+such *values* with counts, and drafts only if one of them dominates (at least twice as often as the others together).
 
 Upstream's oddities are kept, and each has a switch (see drafters/ngram/hashing.py):
-- `fix_ratchet`: upstream limits a key's next draft to what was accepted of the last one, so that a single rejection
-  silences it for ever. Fixed: the limit doubles when the whole draft stood, and never falls below 1.
+- `fix_ratchet`: upstream limits a key's next draft to what was accepted of the last one, so that one rejection of a
+  whole draft ends its drafts for ever. Fixed: the limit doubles after a whole draft was accepted, and is at least 1.
 - `fix_blind_spot`: upstream never searches nor indexes the n + m + 1 positions before each prompt's end. Fixed: they
   are indexed as soon as m tokens follow.
-- `fix_begin`: upstream forgets a row only where its next text is shorter, and only behind that text's end; of another
-  text in the same slot nothing is indexed until it is longer than the old one was. Fixed: a text that does not go on
-  from the old one starts afresh. In a decoder's call only with `shared` (see drafters/ngram/hashing.py): there a row
-  starts afresh.
+- `fix_begin`: upstream forgets a row only if its next text is shorter, and only after that text's end; another text in
+  the same slot is not indexed until it is longer than the old one was. Fixed: a text that does not continue the old one
+  starts afresh. In a decoder's call only with `shared` (see drafters/ngram/hashing.py): there a row starts afresh.
 - `fix_min_hits` (map-k): upstream ignores `min_hits`. Fixed: a key drafts from its min_hits-th match on.
 
-Cost: an index of one int32 slot a position (1 MiB a row), grown by what the row has grown; per round one dot product
-and a look-up. k4v also lists the positions of every n-gram (about 150 bytes a token).
+Cost: an index of one int32 slot per position (1 MiB per row), which grows with the row; per round one dot product and a
+look-up. k4v also lists the positions of every n-gram (about 150 bytes per token).
 """
 
 from __future__ import annotations
@@ -48,8 +45,12 @@ MOST_VALUES = 4
 
 @dataclass
 class Value:
-    """A continuation of a key: `start` = where it begins in the row, `count` = how often it was seen, `limit` = most
-    tokens to draft from it."""
+    """A continuation of a key.
+
+    start: where it begins in the row
+    limit: most tokens to draft from it
+    count: how often it was seen
+    """
 
     start: int
     limit: int
@@ -58,8 +59,13 @@ class Value:
 
 @dataclass
 class Key:
-    """An n-gram that was matched: `start` = where it stands in the row, `counted` = the occurrence up to which its
-    values were counted, `hits` = how often it was looked up."""
+    """An n-gram that was matched.
+
+    start: where it begins in the row
+    counted: the occurrence up to which its values were counted
+    hits: how often it was looked up
+    values: its continuations
+    """
 
     start: int
     counted: int = 0
@@ -71,8 +77,8 @@ class RowMap:
     """One row's positions by n-gram hash.
 
     Invariants: `table[slot]` is the first position that was indexed under the slot, 0 = none; positions up to
-    `indexed` have been offered to it. Contents are compared before a position is believed, so a stale slot costs a
-    match, never a wrong draft.
+    `indexed` have been offered to it. Contents are compared before a position is used, so a stale slot costs a match,
+    never a wrong draft.
     """
 
     def __init__(self, n: int, m: int, slots: int, weights: np.ndarray, no_gap: bool):
@@ -81,7 +87,7 @@ class RowMap:
         self.indexed = 0
         self.prompt_size = 0  # at the last begin
         self.size = 0  # at the last begin or draft
-        self.text = _NONE  # what the last draft went on from
+        self.text = _NONE  # what the last draft continued
         self.keys: list[Key] = []
         self.open: tuple[Value, int] | None = None  # the value that was drafted from, and how many tokens
         self.by_text: dict[bytes, Key] | None = None  # first key of each n-gram; None = to be built from the text
@@ -89,7 +95,7 @@ class RowMap:
         self.placed = 0
 
     def begin(self, size: int, drops_values: bool) -> None:
-        """A prompt of `size` tokens: forget what a shorter prompt no longer holds, by upstream's rules."""
+        """Begin with a prompt of `size` tokens: forget what a shorter prompt no longer holds, by upstream's rules."""
         gap = self.n + self.m
         keep = self.prompt_size if self.prompt_size <= size else max(0, size - gap)
         if size < self.size:
@@ -104,7 +110,7 @@ class RowMap:
         self.by_text, self.places, self.placed = None, {}, 0
 
     def find(self, tokens: np.ndarray, key: np.ndarray) -> int:
-        """Where the key occurred before, 0 = nowhere; then index the positions that are new."""
+        """Find where the key occurred before, 0 = nowhere; then index the positions that are new."""
         wanted = int(key.astype(np.uint64) @ self.weights) & MAP_MASK
         found = 0
         last = len(tokens) - self.n - self.m - 1
@@ -125,7 +131,7 @@ class RowMap:
         return bool((tokens[at : at + self.n] == key).all())
 
     def _new_positions(self, tokens: np.ndarray, last: int) -> tuple[np.ndarray, np.ndarray]:
-        """Positions not yet offered to the table, in upstream's order of search, and their 32-bit hashes."""
+        """Return positions not yet offered to the table, in upstream's order of search, and their 32-bit hashes."""
         start = self.indexed + 1
         if self.no_gap or self.prompt_size < start:
             spans = [(start, last)]
@@ -139,14 +145,14 @@ class RowMap:
         return np.concatenate(orders), np.concatenate(hashes)
 
     def _index(self, order: np.ndarray, hashes: np.ndarray) -> None:
-        """Give each slot that is still empty the first position in `order` that falls on it."""
+        """Give each slot that is still empty the first position in `order` with that slot."""
         slots = (hashes % np.uint64(self.slots)).astype(np.int64)
         empty = self.table[slots] == 0
-        # Of repeated indices the last assignment stays, hence the reversal.
+        # For repeated indices the last assignment counts, hence the reversal.
         self.table[slots[empty][::-1]] = order[empty][::-1]
 
     def key(self, tokens: np.ndarray, ngram: np.ndarray, at: int) -> Key:
-        """The first key record of this n-gram, made if there is none."""
+        """Return the first key record of this n-gram; make it if there is none."""
         if self.by_text is None:
             self.by_text = {}
             for known in self.keys:
@@ -158,7 +164,7 @@ class RowMap:
         return self.by_text[text]
 
     def occurrences(self, tokens: np.ndarray, ngram: np.ndarray, first: int, last: int) -> list[int]:
-        """All positions in first..last where the n-gram stands, ascending; position 0 counts."""
+        """List all positions in first..last where the n-gram occurs, ascending; position 0 counts."""
         end = len(tokens) - self.n
         if self.placed <= end:
             for at, h in enumerate(hash_windows(tokens[self.placed :], self.weights).tolist(), self.placed):
@@ -169,8 +175,8 @@ class RowMap:
         return [at for at in between if self._is(tokens, at, ngram)]
 
 
-def _goes_on(prompt: Tokens, text: np.ndarray) -> bool:
-    """Whether a prompt begins with an earlier text."""
+def _continues(prompt: Tokens, text: np.ndarray) -> bool:
+    """True if a prompt begins with an earlier text."""
     return np.array_equal(as_array(prompt[: len(text)]), text)
 
 
@@ -180,7 +186,16 @@ _NO_HASH = np.empty(0, dtype=np.uint64)
 
 @dataclass
 class NgramMapK(RowDrafter):
-    """One value a key. Raises SpecdecError for parameters out of range."""
+    """One value per key.
+
+    size_n: tokens to match
+    size_m: most tokens to propose
+    min_hits: matches after which a key drafts (k4v, or with fix_min_hits)
+    hash_size: slots; 0 = no hash, every search is a scan of the row
+    parity, fix_...: llama.cpp's oddities
+    shared: a row continues from its slot's earlier rows, as upstream
+    Raises SpecdecError for parameters out of range.
+    """
 
     size_n: int = 12
     size_m: int = 48
@@ -207,12 +222,12 @@ class NgramMapK(RowDrafter):
         return made
 
     def n_keys(self, row: int) -> int:
-        """How many keys a row has."""
+        """Count a row's keys."""
         return len(self._rows[row].keys) if row in self._rows else 0
 
     def begin(self, row: int, prompt: Tokens) -> None:
         state = self._rows.get(row)
-        if state is not None and (self._separate or (self.fix_begin and not _goes_on(prompt, state.text))):
+        if state is not None and (self._separate or (self.fix_begin and not _continues(prompt, state.text))):
             del self._rows[row]
         if row not in self._rows:
             self._rows[row] = RowMap(self.size_n, self.size_m, self.hash_size, self._weights, bool(self.fix_blind_spot))
@@ -247,7 +262,7 @@ class NgramMapK(RowDrafter):
         if value is None:
             return []
         count = min(m, value.limit)
-        # What the chain cuts off was not tested.
+        # Tokens that the chain cuts off are not tested.
         state.open = (value, request.limit(count))
         drafted: list[int] = tokens[at + n : at + n + count].tolist()
         return drafted
@@ -255,7 +270,7 @@ class NgramMapK(RowDrafter):
     _drops_values = False
 
     def _choose(self, state: RowMap, tokens: np.ndarray, ngram: np.ndarray, key: Key, at: int) -> Value | None:
-        """The value that limits and books this draft, or None for no draft."""
+        """Return the value that limits this draft, or None for no draft."""
         if self.fix_min_hits and key.hits < self.min_hits:
             return None
         if not key.values:
@@ -265,7 +280,7 @@ class NgramMapK(RowDrafter):
 
 @dataclass
 class NgramMapK4V(NgramMapK):
-    """Up to four values a key; drafts the match's own continuation where one value dominates. `min_hits` holds here."""
+    """Up to four values per key; drafts the match's own continuation if one value dominates. `min_hits` counts here."""
 
     fix_min_hits: bool | None = field(init=False, repr=False, default=True)
     name: str = field(init=False, default="ngram-map-k4v")
@@ -286,7 +301,7 @@ class NgramMapK4V(NgramMapK):
         return None if rest > 0 and best.count < 2 * rest else best
 
     def _count(self, tokens: np.ndarray, key: Key, start: int) -> None:
-        """Book one occurrence, whose continuation begins at `start`."""
+        """Count one occurrence, whose continuation begins at `start`."""
         m = self.size_m
         for value in key.values:
             if np.array_equal(tokens[start : start + m], tokens[value.start : value.start + m]):

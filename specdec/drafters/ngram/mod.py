@@ -1,21 +1,20 @@
 """ngram-mod: one big hash table from n-grams to the token that followed.
 
-Source: llama.cpp `ngram-mod`, draft for draft. Parameters: `n_match` tokens to match (24), `n_min` fewest (48) and
-`n_max` most (64) tokens to propose, `table_size` slots (4,194,304). A draft is made token by token: look up the last n
-tokens, append what the table says, look up again. Slots hold no key, so two n-grams that fall on one slot overwrite
-each other and a wrong token is proposed: rejected by the target, never emitted.
+Source: llama.cpp `ngram-mod`, draft for draft. A draft is made token by token: look up the last n tokens, append what
+the table says, look up again. Slots hold no key, so two n-grams with one slot overwrite each other, and a wrong token
+may be proposed: the target rejects it.
 
 Upstream has one table for all rows. Here each row of a call has its own, unless `shared` is on: then rows draft from
 what the others wrote, and under `leviathan` a row's text depends on them (see drafters/ngram/hashing.py).
 
 Upstream's oddities are kept, and each has a switch (see drafters/ngram/hashing.py):
 - `fix_wipe`: after five rounds in a row with less than a quarter of a draft accepted, upstream empties the table, for
-  all rows. Fixed: only what this row wrote goes, where nobody has overwritten it.
-- `fix_occupancy`: when a new prompt fills the table beyond a quarter, upstream empties it, the new prompt included.
-  Fixed: the prompt is entered again.
+  all rows. Fixed: only what this row wrote goes, unless it was overwritten.
+- `fix_occupancy`: when a new prompt fills more than a quarter of the table, upstream empties it, the new prompt
+  included. Fixed: the prompt is entered again.
 
-Cost: a table is 16 MiB at most (int32; only what is written takes memory); a row is entered 32 - n tokens behind, and a
-draft is one table look-up a token.
+Cost: a table is 16 MiB at most (int32; only what is written takes memory); a row is entered with a lag of up to 32
+tokens, and a draft is one table look-up per token.
 """
 
 from __future__ import annotations
@@ -69,9 +68,14 @@ class Pool:
 
 @dataclass
 class RowState:
-    """pool: the row's own or the one of all rows; entered: the first position whose n-gram is not in the pool; drafted:
-    length of the last draft; low: rounds in a row with little accepted; written: (slots, tokens) entered by this row,
-    kept only for `fix_wipe`."""
+    """What is known of a row.
+
+    pool: its own, or the one of all rows
+    entered: the first position whose n-gram is not in the pool
+    drafted: tokens of the last draft
+    low: consecutive rounds with little accepted
+    written: (slots, tokens) entered by this row, kept for `fix_wipe` only
+    """
 
     pool: Pool
     entered: int = 0
@@ -82,7 +86,14 @@ class RowState:
 
 @dataclass
 class NgramMod(RowDrafter):
-    """Raises SpecdecError for parameters out of range; warns of an n_match below 16, as upstream."""
+    """One table per row, or with `shared` for all rows.
+
+    n_match: tokens to match
+    n_min, n_max: fewest and most tokens to propose
+    table_size: slots
+    parity, fix_...: llama.cpp's oddities
+    Raises SpecdecError for parameters out of range; warns of an n_match below 16, as upstream.
+    """
 
     n_match: int = 24
     n_min: int = 48
@@ -121,7 +132,7 @@ class NgramMod(RowDrafter):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pools when all of them has been touched."""
+        """Most bytes of all pools: only slots that were written take memory."""
         return sum(pool.table.nbytes for pool in self._pools)
 
     def begin(self, row: int, prompt: Tokens) -> None:
@@ -165,7 +176,7 @@ class NgramMod(RowDrafter):
         return self._rows[row]
 
     def _enter(self, state: RowState, tokens: np.ndarray) -> None:
-        """Enter every n-gram of the row that is followed by a token and not entered yet."""
+        """Enter every n-gram of the row that a token follows and that is not entered yet."""
         n = self.n_match
         following = tokens[state.entered + n :]
         slots = state.pool.enter(hash_windows(tokens[state.entered : -1], self._weights), following)
@@ -186,7 +197,7 @@ class NgramMod(RowDrafter):
         return drafted
 
     def _follow(self, pool: Pool, ngram: np.ndarray) -> list[int]:
-        """What the pool says comes after the n-gram, token by token."""
+        """Look up what comes after the n-gram, token by token."""
         table, size, oldest = pool.table, self.table_size, int(self._weights[0])
         window = ngram.tolist()
         h = int(ngram.astype(np.uint64) @ self._weights)

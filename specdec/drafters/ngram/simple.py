@@ -1,10 +1,8 @@
 """ngram-simple: llama.cpp's scan for the nearest earlier occurrence of the last n tokens.
 
-Source: llama.cpp `ngram-simple`, draft for draft (parameters and rules as upstream). Parameters: `size_n` tokens to
-match (12), `size_m` most tokens to propose (48); `min_hits` exists upstream and has no effect there or here.
-Upstream's oddities are kept: n is also the least draft length, a context of at most n + m + 1 tokens never drafts, a
-match at position 0 or at the very end is not found, and only the nearest match is tried.
-Cost: one scan of the row's ids for the newest token, a round.
+Source: llama.cpp `ngram-simple`, draft for draft. Upstream's oddities are kept: n is also the least draft length, a
+context of at most n + m + 1 tokens never drafts, a match at position 0 or at the very end is not found, and only the
+nearest match is tried. Cost: one scan of the row's ids for the newest token per round.
 """
 
 from __future__ import annotations
@@ -19,7 +17,13 @@ from specdec.drafters.ngram.hashing import check_sizes
 
 @dataclass
 class NgramSimple(RowDrafter):
-    """Stateless; `begin` and `accept` do nothing. Raises SpecdecError for parameters out of range."""
+    """Proposes what followed the nearest match; stateless.
+
+    size_n: tokens to match
+    size_m: most tokens to propose
+    min_hits: upstream's, without effect there or here
+    Raises SpecdecError for parameters out of range.
+    """
 
     size_n: int = 12
     size_m: int = 48

@@ -1,13 +1,11 @@
 """early-exit: the target drafts for itself, without some of its layers, over its own keys and values.
 
 Source: LayerSkip (Elhoushi et al. 2024) for the first layers of a model, Draft & Verify (Zhang et al. 2023) for any set
-of layers. Parameters: `layers`, how many first layers draft (None: a third of them), or in its place `skip`, the layers
-that are left out, as a list or "8-15+20"; `n_max` tokens to propose; `p_min`, `n_min`, `top_n` as of draft-model. The
-final norm and the head are the target's.
+of layers. The final norm and the head are the target's.
 
 The draft has no cache of its own. The layers that run read what the whole model has written for the text so far, and
 write the drafted tokens' keys and values where the verify pass, which runs all layers, writes them again. So a draft
-costs no memory and no catching up with the text: only its share of the weights, a pass a token.
+costs no memory and no catching up with the text: only its share of the weights, one pass per token.
 """
 
 from __future__ import annotations
@@ -25,7 +23,14 @@ from specdec.errors import SpecdecError
 
 @dataclass
 class EarlyExit(Drafter):
-    """Raises SpecdecError for parameters out of range, and in a call for layers that the target does not have."""
+    """The target's first layers, or all but some, as a strategy.
+
+    layers: how many first layers draft; None = a third of them
+    skip: in its place, the layers that are left out, as a list or "8-15+20"
+    n_max: most tokens to propose
+    n_min, p_min, top_n: as in draft-model
+    Raises SpecdecError for parameters out of range, and in a call for layers that the target does not have.
+    """
 
     layers: int | None = None
     skip: Any = None
@@ -54,7 +59,7 @@ class EarlyExit(Drafter):
             raise SpecdecError(f"early-exit needs n_min <= n_max, got n_min={self.n_min}, n_max={self.n_max}")
 
     def left_out(self, count: int) -> tuple[int, ...]:
-        """The layers that do not draft, of a target of `count`. Raises SpecdecError if it does not have them."""
+        """Return the layers that do not draft, of a target's `count`. Raises SpecdecError if it does not have them."""
         first = max(1, count // 3) if self.layers is None else self.layers
         skip = tuple(range(first, count)) if self.skip is None else self.skip
         if not skip or max(skip) >= count or len(skip) == count:
@@ -97,7 +102,7 @@ class EarlyExit(Drafter):
 
 
 class SharedCore(DraftCore):
-    """Draft steps over the target's own cache, which holds every row's text but for its newest token."""
+    """Draft steps over the target's own cache, which holds every row's text without its newest token."""
 
     def begin(self, row: int, prompt: Tokens) -> None:
         self.outstanding.pop(row, None)
@@ -107,11 +112,11 @@ class SharedCore(DraftCore):
         return super().write(request)
 
     def close(self) -> None:
-        """The cache is the engine's."""
+        """Do nothing: the cache is the engine's."""
 
 
 def parse_layers(value: Any) -> tuple[int, ...]:
-    """Layer numbers, from a list or from text such as "8-15+20". Raises SpecdecError for anything else."""
+    """Parse layer numbers, from a list or from text such as "8-15+20". Raises SpecdecError for anything else."""
     if isinstance(value, str):
         parts = [part.split("-") for part in value.split("+")]
         if not all(1 <= len(part) <= 2 and all(number.isdigit() for number in part) for part in parts):
