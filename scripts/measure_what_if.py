@@ -11,8 +11,8 @@ Every run is compared with the estimate for the very texts that it wrote: what a
 text. Greedy, `match` and `coupled` texts must be plain decoding's, and the rounds the estimate's. A `leviathan` run
 writes a text of its own, on which rounds come and go by the coins of acceptance; --error is the standard error to
 reach. That difference is the one between plain texts and runs, without what texts differ by among themselves, as long
-as runs write texts of the target's law (docs/losslessness.md). Beside it stands the difference from texts that were
-drawn plainly, which does not take that for granted, and whose error is many times larger.
+as runs write texts of the target's distribution (docs/losslessness.md). The result also has the difference from plainly
+sampled texts, which does not assume that, and whose error is many times larger.
 
 The work is cut into small pieces, every plan's first piece before any second one. What is done is kept beside the
 result (NAME.work.jsonl), and the result is written after each piece: a run that is stopped goes on when it is started

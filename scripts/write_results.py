@@ -80,20 +80,21 @@ def _exactness_head(result: Result) -> str:
 
 
 def laws_block(result: Result) -> str:
-    """How well every case of the tests of losslessness fitted."""
+    """Show how well every case of the losslessness tests fits the enumerated distribution."""
     rows = []
     for case in sorted(result["cases"], key=lambda c: (-c["samples"], c["test"])):
         statistic = "infinite" if case["statistic"] is None else f"{case['statistic']:.0f}"
         fits = case["statistic"] is not None and case["statistic"] < case["critical"]
         name = case["test"].removeprefix("test_").replace("_", " ").replace("[", ": ").rstrip("]")
+        name = name.replace("targets law", "target's distribution").replace(" law", " distribution")
         figures = [f"{case['samples']:,}", statistic, f"{case['critical']:.0f}", f"{case['total_variation']:.3f}"]
-        rows.append([name, *figures, "follows the law" if fits else "rejected"])
+        rows.append([name, *figures, "follows the distribution" if fits else "rejected"])
     heads = ("case", "samples", "chi-square", "99.9 % quantile", "total variation", "verdict")
     return f"{made_with(result, 'scripts/measure_laws.py')}\n\n{markdown(heads, rows)}"
 
 
 def what_if_block(results: list[Result]) -> str:
-    """Estimates beside real runs."""
+    """Show estimates and real runs."""
     heads = ["rule", "draft", "plan", "texts", "tokens", "estimate", "measured", "difference (95 %)"]
     parts = []
     for result in results:
@@ -154,7 +155,7 @@ def ablation_block(result: Result) -> str:
 
 
 def figures_block(results: list[Result]) -> str:
-    """What each table was made with, and the plots that are drawn from it."""
+    """Show what each table was made with, and the plots made from it."""
     parts = []
     for result in results:
         gate = result["gate"]
@@ -210,8 +211,12 @@ def formula_block(result: Result) -> str:
 
 
 class Block(NamedTuple):
-    """What stands between the marks `<!-- MARK:start -->` and `<!-- MARK:end -->` of a document: what `make` makes of
-    the results that are there."""
+    """The text between the marks `<!-- MARK:start -->` and `<!-- MARK:end -->` of a document.
+
+    document: path of the document
+    names: results that are shown, those that exist
+    make: makes the text from them
+    """
 
     document: str
     names: list[str]

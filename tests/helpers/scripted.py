@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from specdec.drafters.base import Draft, DraftRequest, RowDrafter
+from specdec.drafters.base import Draft, Drafter, DraftRequest, RowDrafter
 from specdec.drafters.chain import Chain
 from specdec.drafters.costs import CostTable
 from specdec.drafters.length import LengthController
@@ -46,10 +46,11 @@ class Scripted(RowDrafter):
         return guesses(self.script, request)
 
 
-class ScriptedModel:
+class ScriptedModel(Drafter):
     """A strategy that costs passes, and keeps its own account of them."""
 
     name = "draft-model"
+    uses_draft_model = True
 
     def __init__(self, script: Sequence[bool], costs: CostTable):
         self.script, self.costs = script, costs
