@@ -142,6 +142,22 @@ def test_shared_tables_outlive_a_call() -> None:
     assert again.stats.rounds < first.stats.rounds
 
 
+def test_what_an_observer_learnt_of_a_target_ends_with_it() -> None:
+    model = tiny_model("llama", vocab=24)
+    decoder = SpeculativeDecoder(model, check=False)
+    options: dict[str, Any] = {"max_new_tokens": 8, "keep_state": True, "strategies": [TokenRecycling(shared=True)]}
+    tables = []
+    for change in (False, False, True):
+        if change:
+            with torch.no_grad():
+                model.lm_head.weight.mul_(-1)
+        decoder.generate([[3, 1]], **options)
+        assert decoder._kept_chain is not None
+        tables.append(decoder._kept_chain.drafters[0]._table)
+    assert tables[0] is tables[1]
+    assert tables[2] is not tables[1]
+
+
 @pytest.mark.parametrize("options", [{"nodes": 0}, {"nodes": 512}, {"width": 0}, {"depth": 65}, {"shared": 2}])
 def test_parameters_out_of_range_are_refused_by_name(options: dict[str, Any]) -> None:
     with pytest.raises(SpecdecError, match=f"recycling: {next(iter(options))}"):

@@ -138,6 +138,8 @@ class Call:
             return None, {}
         self.changed = [role for role, state in self.states.items() if decoder._kept_states.get(role) != state]
         drafters = dict(zip(decoder._kept_chain.labels, decoder._kept_chain.drafters, strict=True))
+        if "target" in self.changed:
+            drafters = {label: d for label, d in drafters.items() if d.observed_layers is None}
         if "draft" in self.changed:
             drafters = {label: d for label, d in drafters.items() if not d.uses_draft_model}
         return None if "target" in self.changed else decoder._kept, drafters
