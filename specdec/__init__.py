@@ -39,13 +39,14 @@ if TYPE_CHECKING:
     from specdec.models.fuse_projections import fuse_projections
     from specdec.models.loading import LoadedPair, load_pair
     from specdec.models.pair_report import PairReport
+    from specdec.research.results import Results
     from specdec.stats import Stats
 
 __all__ = [
     "STRATEGIES", "UNSET", "AcceptanceRule", "CostTable", "Draft", "DraftModel", "DraftRequest", "Drafter",
     "Eagle3", "EarlyExit", "Generation", "GenerationRow", "GenerationSettings", "LoadedPair", "LookupCache",
     "NgramCache", "NgramMapK", "NgramMapK4V", "NgramMod", "NgramSimple", "PairConfig", "PairReport", "PromptLookup",
-    "Round", "RunConfig", "SpecdecError", "SpeculativeDecoder", "Stats", "Suffix", "SuffixStore",
+    "Results", "Round", "RunConfig", "SpecdecError", "SpeculativeDecoder", "Stats", "Suffix", "SuffixStore",
     "TokenRecycling", "fuse_projections", "load_pair", "measure_costs", "register_rule",
 ]  # fmt: skip
 
@@ -60,6 +61,7 @@ _HOMES = {
     "models.fuse_projections": ("fuse_projections",),
     "models.loading": ("LoadedPair", "load_pair"),
     "models.pair_report": ("PairReport",),
+    "research.results": ("Results",),
     "stats": ("Stats",),
 }  # all others: drafters
 _HOME = {name: home for home, names in _HOMES.items() for name in names}

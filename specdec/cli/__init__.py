@@ -1,5 +1,5 @@
-"""The command line: `specdec demo | generate | check | bench | compare | ablate | lookup | trace | train |
-export-head`.
+"""The command line: `specdec demo | generate | check | bench | compare | ablate | results | lookup | trace |
+train | export-head`.
 
 Every verb prints tables for people, or with `--json` one JSON document on standard output and nothing else there;
 progress and errors go to standard error. Exit status: 0, 1 = a check failed, 2 = bad input (one line says what),
@@ -30,6 +30,7 @@ VERBS = {
     "bench": "Measure speed against transformers and other implementations.",
     "compare": "Rank drafts and strategies for one target, and say why they differ.",
     "ablate": "Run a grid of settings from a file, resumable, with a report.",
+    "results": "Group the figures of an ablation or a trace: tables, CSV, LaTeX.",
     "lookup": "Make, merge, measure and show llama.cpp's lookup-cache files.",
     "trace": "Record every round of a run, and show it.",
     "train": "Train a drafter, an EAGLE-3 head or a draft model, on its target's answers.",

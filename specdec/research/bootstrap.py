@@ -106,6 +106,13 @@ def sign_flip_test(differences: Sequence[float], draws: int = 10_000, seed: int 
     return float((1 + (np.abs(signs @ d) >= observed).sum()) / (draws + 1))
 
 
+def least_p(clusters: int, draws: int = 10_000) -> float | None:
+    """What `sign_flip_test` cannot fall below with so many clusters; None with fewer than two."""
+    if clusters < 2:
+        return None
+    return 2 / 2**clusters if clusters <= EXACT_UP_TO else 1 / (draws + 1)
+
+
 def t_quantile(probability: float, degrees: int) -> float:
     """The quantile of Student's t law with a whole number of degrees of freedom, for a probability above a half: by
     halving, from the law's finite sum (Abramowitz & Stegun 1964, 26.7.3 and 26.7.4)."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from specdec import theory
 from specdec.research.ablation.table import Row
-from specdec.research.bootstrap import Interval, difference, ratio, ratio_of_ratios, sign_flip_test
+from specdec.research.bootstrap import Interval, difference, least_p, ratio, ratio_of_ratios, sign_flip_test
 from specdec.stats import with_old_names
 
 FIGURES = {
@@ -199,7 +199,7 @@ def compare_settings(name: str, a: Sequence[Row], other: str, b: Sequence[Row]) 
     """Paired differences of two settings. p-values are of the clusters' own figures, by flipping signs; they are not
     corrected for the number of comparisons."""
     mine, theirs = paired(*([r for r in side if r["status"] == "ok"] for side in (a, b)))
-    made: dict[str, Any] = {"setting": name, "against": other, "clusters": len(mine)}
+    made: dict[str, Any] = {"setting": name, "against": other, "clusters": len(mine), "least_p": least_p(len(mine))}
     for figure in COMPARED:
         top, bottom = FIGURES[figure]
         x, y, z, w = ([c[n] for c in side] for side in (mine, theirs) for n in (top, bottom))

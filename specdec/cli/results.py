@@ -1,0 +1,64 @@
+"""`specdec results DIR --by strategy,k,position`: figures of an ablation, a comparison or a trace by any grouping."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from typer import Argument, Option
+
+from specdec.cli import output
+from specdec.cli.options import AsJson
+from specdec.errors import SpecdecError
+from specdec.research.results import Results
+
+
+def results(
+    source: Annotated[str, Argument(metavar="DIR", help="An ablation's folder, a table.parquet, or a trace.")],
+    by: Annotated[str | None, Option(help="What to group by, as strategy,k,position.", show_default="setting")] = None,
+    where: Annotated[list[str] | None, Option(help="Only rows with this value, as k=4; repeat for more.")] = None,
+    figures: Annotated[str | None, Option(help="Columns of the table, as tokens_per_round,speedup.")] = None,
+    baseline: Annotated[str | None, Option(help="Compare every setting with this one, paired by prompt.")] = None,
+    as_csv: Annotated[bool, Option("--csv", help="Print CSV.")] = False,
+    as_latex: Annotated[bool, Option("--latex", help="Print a LaTeX table (booktabs).")] = False,
+    as_json: AsJson = False,
+    out: Annotated[Path | None, Option(help="With --csv or --latex: write to this file instead.")] = None,
+) -> None:
+    """Print figures by any grouping, with 95 % intervals over prompts.
+
+    Groups: strategy, position, length (of the draft), and every axis or column of the table, such as setting, k,
+    temperature, category, prompt.
+    """
+    if as_csv + as_latex + as_json > 1:
+        raise SpecdecError("give one of --csv, --latex and --json")
+    if baseline is not None and by is not None:
+        raise SpecdecError("--baseline compares settings: give it without --by")
+    if out is not None and not (as_csv or as_latex):
+        raise SpecdecError("--out writes a file of --csv or --latex: give one of them")
+    found = Results.load(source)
+    if where:
+        found = found.where(**dict(map(_pair, where)))
+    table = found.against(baseline) if baseline is not None else found.by(*_listed(by))
+    if as_json:
+        output.print_json(table.flat())
+    elif as_csv or as_latex:
+        text = table.to_csv(out) if as_csv else table.to_latex(out, _listed(figures) or None)
+        if out is None:
+            print(text, end="")
+    else:
+        output.stdout().print(output.rendered(table.text_table(_listed(figures) or None), whole_names=False))
+
+
+def _listed(text: str | None) -> list[str]:
+    return [part.strip() for part in (text or "").split(",") if part.strip()]
+
+
+def _pair(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise SpecdecError(f"--where takes name=value, such as k=4, got {text!r}")
+    try:
+        return name.strip(), yaml.safe_load(value)
+    except yaml.YAMLError:
+        return name.strip(), value

@@ -1,0 +1,286 @@
+"""Results as data: an ablation's folder, a table or a trace as data frames, CSV and LaTeX.
+
+    results = specdec.Results.load("runs/smoke")
+    results.by("strategy", "k", "position").to_pandas()
+    results.where(temperature=0.0).by("strategy", "category").to_latex()
+
+What can be grouped by: `strategy` (who drafted), `position` in the draft from 1, `length` of the draft, and every
+column that is a setting or says where a row is from (`setting`, `k`, `temperature`, `category`, `prompt`, ...).
+Intervals are over prompts with all their seeds (research/bootstrap.py). Failed rows are left out; plain decoding's rows
+are in groups by `setting`, `strategy` or `strategies` alone, because elsewhere they would be pooled with drafting ones.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specdec.errors import SpecdecError, unknown_name
+from specdec.research.ablation.summary import FIGURES, SUMMED, compare_settings, setting_figures
+from specdec.research.ablation.table import AS_THEY_ARE, TIMES, Row, as_rows, figures
+from specdec.research.bootstrap import Interval, ratio
+from specdec.research.results_table import ResultTable
+from specdec.research.traces.records import trace_rows
+from specdec.stats import RoundRecord
+
+PLAIN, NOBODY = "plain", "(no draft)"
+ROUNDS = ("strategy", "position", "length")  # dimensions of rounds; all others are columns
+NAMED = ("setting", "strategy", "strategies")  # by which plain decoding has a group of its own
+ALIASES = {"chain": "strategies", "rule": "acceptance"}
+COUNTED = (
+    "rounds", "drafted_rounds", "draft_tokens", "tested_tokens", "accepted_tokens", "generated_tokens",
+)  # fmt: skip
+MEASURED = {*figures({}), *TIMES, *AS_THEY_ARE, "cell", "plain", "call", "comparable", "status", "error"}
+SPEEDS = ("speedup", "decode_speedup")
+Counts = dict[str, float]
+Key = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Results:
+    """Rows of an ablation, a comparison or a trace: one per prompt and setting, as docs/ablation.md describes them.
+
+    rows: as plain data.
+    source: where they are from, for messages.
+    """
+
+    rows: list[Row]
+    source: str = "rows"
+
+    @staticmethod
+    def load(path: Any) -> Results:
+        """Read the folder of an ablation or a comparison, a table.parquet, rows, or a trace (its file or its name
+        without a suffix). Raises SpecdecError for anything else."""
+        traced = trace_rows(path) if isinstance(path, (str, Path)) else None
+        rows = as_rows(path) if traced is None else traced
+        if not rows:
+            raise SpecdecError("the results have no rows")
+        return Results(rows, str(path) if isinstance(path, (str, Path)) else "rows")
+
+    @property
+    def dimensions(self) -> list[str]:
+        """What `by` and `where` take."""
+        plain = (str, int, float, bool, type(None))
+        names = [n for n in self.rows[0] if n not in (*MEASURED, *ROUNDS)]
+        return [*ROUNDS, *(n for n in names if all(isinstance(r.get(n), plain) for r in self.rows))]
+
+    def where(self, keep: Callable[[Row], bool] | None = None, **values: Any) -> Results:
+        """Some of the rows: those for which `keep` is true and whose columns have these values (or one of a list).
+        Plain decoding's rows stay where speed-ups need them. Raises SpecdecError where nothing drafts any more."""
+        for name in values:
+            self._check("where", name, [n for n in self.dimensions if n not in ("position", "length")])
+        wanted = {ALIASES.get(n, n): v if isinstance(v, (list, tuple, set)) else [v] for n, v in values.items()}
+
+        def fits(row: Row) -> bool:
+            found = {n: chain_of(row) if n == "strategy" else [row.get(n)] for n in wanted}
+            return all(any(v in wanted[n] for v in found[n]) for n in wanted) and (keep is None or keep(row))
+
+        kept = [r for r in self.rows if r["drafts"] and fits(r)]
+        if not kept:
+            raise SpecdecError(f"{self.source}: no row that drafts has {wanted}")
+        needed = {(r.get("plain"), r["prompt"]) for r in kept}
+        chosen = {id(r) for r in kept}
+        rows = [r for r in self.rows if id(r) in chosen or (not r["drafts"] and (r["cell"], r["prompt"]) in needed)]
+        return Results(rows, self.source)
+
+    def by(self, *names: str) -> ResultTable:
+        """Figures with intervals by any combination of `dimensions`; without one, by `setting`."""
+        names = tuple(ALIASES.get(n, n) for n in names) or ("setting",)
+        for name in names:
+            self._check("by", name, self.dimensions)
+        if len(set(names)) < len(names):
+            raise SpecdecError(f"by: a dimension is named twice in {', '.join(names)}")
+        sound = [r for r in self.rows if r["status"] == "ok"]
+        several = any(len(chain_of(r)) > 1 for r in sound)
+        if "position" in names:
+            found = _by_position(sound, names)
+        elif "length" in names or ("strategy" in names and several):
+            found = _by_rounds(sound, names)
+        else:
+            found = _by_rows(sound, names)
+        if not found:
+            raise SpecdecError(f"{self.source}: no row with a draft to group by {', '.join(names)}")
+        return ResultTable(names, _ordered(found, names))
+
+    def against(self, baseline: str) -> ResultTable:
+        """Paired differences of every setting that drafts and one of them, on the prompts and seeds that both have."""
+        groups: dict[str, list[Row]] = defaultdict(list)
+        for row in self.rows:
+            groups[row["setting"]].append(row)
+        if baseline not in groups:
+            raise unknown_name("setting", baseline, groups)
+        made = []
+        for name, group in groups.items():
+            if name != baseline and group[0]["drafts"]:
+                entry = compare_settings(name, group, baseline, groups[baseline])
+                made.append(_difference_row(entry))
+        return ResultTable(("setting", "against"), made)
+
+    def to_pandas(self) -> Any:
+        """A data frame with a row per prompt and setting. Raises SpecdecError without pandas."""
+        return ResultTable((), self._flat()).to_pandas()
+
+    def to_csv(self, path: str | Path | None = None) -> str:
+        """The rows as CSV, without their texts' ids and rounds; returned, and written where `path` is given."""
+        return ResultTable((), self._flat()).to_csv(path)
+
+    def to_latex(self, path: str | Path | None = None, **options: Any) -> str:
+        """The figures of every setting: `by("setting").to_latex(...)`."""
+        return self.by().to_latex(path, **options)
+
+    def _flat(self) -> list[dict[str, Any]]:
+        left_out = {n for r in self.rows for n, v in r.items() if isinstance(v, (list, dict))}
+        return [{n: v for n, v in r.items() if n not in left_out} for r in self.rows]
+
+    def _check(self, what: str, name: str, known: Sequence[str]) -> None:
+        if ALIASES.get(name, name) not in known:
+            raise unknown_name(f"dimension of {what}", name, known)
+
+    def __repr__(self) -> str:
+        settings = len({r["setting"] for r in self.rows})
+        return f"Results({len(self.rows)} rows, {settings} settings, from {self.source})"
+
+    def _repr_html_(self) -> str:
+        return self.by()._repr_html_()
+
+
+def chain_of(row: Mapping[str, Any]) -> list[str]:
+    """The strategies of a row's chain, as far as its rounds and times name them."""
+    timed = [name for name, _ in row.get("strategy_seconds") or ()]
+    return timed or list(dict.fromkeys(r[0] for r in row.get("records") or () if r[0] is not None))
+
+
+def _strategy(row: Row) -> str:
+    return (chain_of(row) or [NOBODY])[0] if row["drafts"] else PLAIN
+
+
+def _cluster(row: Row) -> Any:
+    return row["call"] if row["batch_size"] > 1 else row["prompt"]
+
+
+def _by_rows(rows: Sequence[Row], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Groups of whole rows, with speeds."""
+    groups: dict[Key, list[Row]] = defaultdict(list)
+    for row in rows:
+        if row["drafts"] or any(name in NAMED for name in names):
+            groups[tuple(_strategy(row) if n == "strategy" else row.get(n) for n in names)].append(row)
+    made = []
+    for key, group in groups.items():
+        found = setting_figures(group, rows)
+        entry: dict[str, Any] = dict(zip(names, key, strict=True))
+        entry |= {"rows": len(group), "prompts": found["prompts"]}
+        entry |= {name: sum(r[name] for r in group) for name in COUNTED}
+        entry |= {name: Interval(**(found[name] or {"value": None})) for name in FIGURES}
+        if not group[0]["drafts"]:
+            entry |= dict.fromkeys(("draft_acceptance_rate", "conditional_acceptance_rate"), Interval(None))
+        entry["acceptance_length"] = _acceptance_length(_summed(group))
+        made.append(entry | {name: Interval(**(found.get(name) or {"value": None})) for name in SPEEDS})
+    return made
+
+
+def _summed(rows: Sequence[Row]) -> dict[Any, Counts]:
+    sums: dict[Any, Counts] = defaultdict(lambda: dict.fromkeys(SUMMED, 0.0))
+    for row in rows:
+        for name in SUMMED:
+            sums[_cluster(row)][name] += row[name] or 0
+    return sums
+
+
+def _by_rounds(rows: Sequence[Row], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Groups of rounds: by who drafted in chains of several strategies, or by the draft's length. No speeds: seconds
+    belong to whole rows."""
+    groups: dict[Key, dict[Any, Counts]] = defaultdict(lambda: defaultdict(lambda: dict.fromkeys(COUNTED, 0.0)))
+    for row, record, head in _rounds(rows, names):
+        into = groups[head][_cluster(row)]
+        into["rounds"] += 1
+        into["drafted_rounds"] += record.drafted > 0
+        into["draft_tokens"] += record.drafted
+        into["tested_tokens"] += sum(record.tested(i) for i in range(record.depth))
+        into["accepted_tokens"] += record.accepted
+        into["generated_tokens"] += record.tokens
+    made = []
+    for key, clusters in groups.items():
+        counts = {name: int(sum(c[name] for c in clusters.values())) for name in COUNTED}
+        rates = {n: _ratio(clusters, *FIGURES[n]) for n in FIGURES if n != "tokens_per_second"}
+        length = _acceptance_length(clusters)
+        made.append({**dict(zip(names, key, strict=True)), **counts, **rates, "acceptance_length": length})
+    return made
+
+
+def _by_position(rows: Sequence[Row], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Groups of drafted tokens by their position, from 1; of a tree, of levels."""
+    groups: dict[Key, dict[Any, Counts]] = defaultdict(lambda: defaultdict(lambda: defaultdict(float)))
+    rounds: dict[Key, dict[Any, float]] = defaultdict(lambda: defaultdict(float))  # drafted, by all but the position
+    at = names.index("position")
+    for row, record, head in _rounds(rows, names):
+        rest, cluster = (*head[:at], *head[at + 1 :]), _cluster(row)
+        rounds[rest][cluster] += record.depth > 0
+        for i in range(record.depth):
+            into = groups[(*head[:at], i + 1, *head[at + 1 :])][cluster]
+            into["drafted"] += 1
+            into["tested"] += record.tested(i)
+            into["accepted"] += record.accepted > i
+    made = []
+    for key, clusters in groups.items():
+        of_all = rounds[(*key[:at], *key[at + 1 :])]
+        for cluster in of_all:
+            clusters[cluster]["rounds"] = of_all[cluster]
+        made.append(
+            {
+                **dict(zip(names, key, strict=True)),
+                **{name: int(sum(c[name] for c in clusters.values())) for name in ("drafted", "tested", "accepted")},
+                "conditional_acceptance_rate": _ratio(clusters, "accepted", "tested"),
+                "draft_acceptance_rate": _ratio(clusters, "accepted", "drafted"),
+                "acceptance_rate": _ratio(clusters, "accepted", "rounds"),
+            }
+        )
+    return made
+
+
+def _rounds(rows: Sequence[Row], names: Sequence[str]) -> Iterator[tuple[Row, RoundRecord, Key]]:
+    """Every round of the rows that draft, with its values of `names`; None as its position."""
+    drafts_only = "length" in names or "position" in names
+    for row in rows:
+        if not row["drafts"]:
+            continue
+        chain, whole = chain_of(row), {n: row.get(n) for n in names if n not in ROUNDS}
+        for record in (RoundRecord(*r) for r in row["records"]):
+            if record.drafted or not drafts_only:
+                who = record.strategy or (chain[0] if len(chain) == 1 else NOBODY)
+                own = {"strategy": who, "length": record.depth, "position": None}
+                yield row, record, tuple(own[n] if n in own else whole[n] for n in names)
+
+
+def _ratio(clusters: Mapping[Any, Counts], top: str, bottom: str) -> Interval:
+    found = list(clusters.values())
+    return ratio([c[top] for c in found], [c[bottom] for c in found])
+
+
+def _acceptance_length(clusters: Mapping[Any, Counts]) -> Interval:
+    found = _ratio(clusters, "accepted_tokens", "drafted_rounds")
+    return Interval(*(None if x is None else 1 + x for x in (found.value, found.low, found.high)))
+
+
+def _difference_row(entry: Mapping[str, Any]) -> dict[str, Any]:
+    made: dict[str, Any] = {"setting": entry["setting"], "against": entry["against"], "prompts": entry["clusters"]}
+    for name, found in entry.items():
+        if isinstance(found, Mapping) and name != "acceptance":
+            made[f"{name}_difference"] = Interval(*(found[x] for x in ("value", "low", "high")))
+            made[f"{name}_p"] = found["p"]
+    return {**made, "least_p": entry["least_p"]}
+
+
+def _ordered(rows: list[dict[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Numbers in their order, nothing before them, and names in the order of the table."""
+    place: dict[str, dict[Any, Any]] = {}
+    for name in names:
+        values = list(dict.fromkeys(r[name] for r in rows))
+        numbers = all(isinstance(v, (int, float, type(None))) for v in values)
+        place[name] = {v: (v is not None, v or 0) if numbers else i for i, v in enumerate(values)}
+    return sorted(rows, key=lambda row: [place[n][row[n]] for n in names])
+
+
+__all__ = ["Results"]

@@ -1,0 +1,149 @@
+"""A table of grouped figures with intervals, and the forms it can be written in."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from specdec.errors import SpecdecError, unknown_name
+from specdec.files.texts import write_file
+from specdec.research.bench import tables
+from specdec.research.bootstrap import Interval
+from specdec.stats import RATES
+
+IN_WORDS = {name: words for words, name in RATES.items()} | {
+    "tokens_per_round": "tokens/round", "tokens_per_second": "tokens/s", "speedup": "speed-up",
+    "decode_speedup": "without prefill", "acceptance_rate": "accepted per drafted round",
+    "least_p": "p at least", "strategies": "chain", "temperature": "T",
+}  # fmt: skip
+SHOWN = ("tokens_per_round", *RATES.values(), "acceptance_length", "acceptance_rate", "speedup")  # where not told
+SPECIAL = {c: rf"\{c}" for c in "&%$#_{}"} | {
+    "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}",
+    ">": r"\textgreater{}", "|": r"\textbar{}",
+}  # fmt: skip
+MISSING = "-"
+
+
+@dataclass(frozen=True)
+class ResultTable:
+    """Figures by group.
+
+    names: the dimensions; their values come first in each row.
+    rows: by column; figures are an Interval, counts are numbers.
+    """
+
+    names: tuple[str, ...]
+    rows: list[dict[str, Any]]
+
+    def flat(self) -> list[dict[str, Any]]:
+        """Plain data: each figure as `NAME`, `NAME_low` and `NAME_high`, the ends of its 95 % interval."""
+        made = []
+        for row in self.rows:
+            found: dict[str, Any] = {}
+            for name, value in row.items():
+                if isinstance(value, Interval):
+                    found |= {name: value.value, f"{name}_low": value.low, f"{name}_high": value.high}
+                else:
+                    found[name] = value
+            made.append(found)
+        return made
+
+    def to_pandas(self) -> Any:
+        """A data frame with the columns of `flat`. Raises SpecdecError without pandas."""
+        try:
+            import pandas
+        except ImportError:
+            raise SpecdecError("data frames need the package pandas: install specdec[research]") from None
+        return pandas.DataFrame(self.flat())
+
+    def to_csv(self, path: str | Path | None = None) -> str:
+        """CSV with the columns of `flat`; returned, and written where `path` is given."""
+        rows, made = self.flat(), io.StringIO()
+        writer = csv.DictWriter(made, list(dict.fromkeys(n for r in rows for n in r)), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        return _written(made.getvalue(), path, "CSV file")
+
+    def to_latex(
+        self, path: str | Path | None = None, figures: Sequence[str] | None = None, digits: int = 2
+    ) -> str:  # fmt: skip
+        """A LaTeX tabular (package booktabs) of the dimensions and some figures with their intervals; returned, and
+        written where `path` is given. figures: None = those that say most and are known."""
+        shown, keys = self._chosen(figures), len(self.names)
+        lines = [
+            "% needs \\usepackage{booktabs}; intervals: 95 %, bootstrap over prompts",
+            f"\\begin{{tabular}}{{{'l' * keys}{'r' * len(shown)}}}",
+            "\\toprule",
+            _latex_row(map(escape_latex, self._heads(shown))),
+            "\\midrule",
+            *(_latex_row(_latex_cell(row.get(n), digits) for n in (*self.names, *shown)) for row in self.rows),
+            "\\bottomrule",
+            "\\end{tabular}",
+        ]
+        return _written("\n".join(lines) + "\n", path, "LaTeX file")
+
+    def text_table(self, figures: Sequence[str] | None = None, digits: int = 2) -> tables.Table:
+        """The table as texts. Raises SpecdecError for an unknown figure."""
+        shown = self._chosen(figures)
+        rows = [[_cell(row.get(n), digits) for n in (*self.names, *shown)] for row in self.rows]
+        return tables.Table("95 % intervals over prompts", self._heads(shown), rows)
+
+    def _heads(self, shown: Sequence[str]) -> list[str]:
+        return [IN_WORDS.get(n, n.replace("_", " ")) for n in (*self.names, *shown)]
+
+    def _chosen(self, figures: Sequence[str] | None) -> list[str]:
+        known = [n for n in dict.fromkeys(n for r in self.rows for n in r) if n not in self.names]
+        for name in figures or ():
+            if name not in known:
+                raise unknown_name("figure", name, known)
+        if figures is not None or not any(n in SHOWN for n in known):  # of a comparison all of it
+            return list(figures or known)
+        telling = [n for n in SHOWN if n in known and any(r[n].value is not None for r in self.rows)]
+        return [n for n in ("drafted", "tested") if n in known] + telling
+
+    def __repr__(self) -> str:
+        return f"ResultTable({len(self.rows)} rows by {', '.join(self.names)})"
+
+    def _repr_html_(self) -> str:
+        shown = self.text_table()
+        head = "".join(f"<th>{escape(h)}</th>" for h in shown.heads)
+        body = "".join(f"<tr>{''.join(f'<td>{escape(c)}</td>' for c in row)}</tr>" for row in shown.rows)
+        return f"<table><tr>{head}</tr>{body}</table>"
+
+
+def escape_latex(text: str) -> str:
+    """A text that LaTeX prints as it is."""
+    return "".join(SPECIAL.get(c, c) for c in text)
+
+
+def _latex_row(cells: Iterable[str]) -> str:
+    return " & ".join(cells) + r" \\"
+
+
+def _latex_cell(value: Any, digits: int) -> str:
+    if not isinstance(value, Interval) or value.value is None:
+        return "--" if value is None or isinstance(value, Interval) else escape_latex(_cell(value, digits))
+    number = f"${value.value:.{digits}f}$"
+    return number if value.low is None else f"{number} (${value.low:.{digits}f}$--${value.high:.{digits}f}$)"
+
+
+def _cell(value: Any, digits: int) -> str:
+    if isinstance(value, Interval):
+        return tables.interval(value.to_dict(), digits)
+    if value is None:
+        return MISSING
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _written(text: str, path: str | Path | None, what: str) -> str:
+    if path is not None:
+        write_file(path, text, what)
+    return text
+
+
+__all__ = ["ResultTable"]
