@@ -133,7 +133,7 @@ def test_generate_prints_the_result_of_generate() -> None:
     expected = decoder.generate([PROMPT], max_new_tokens=12)
     assert result["token_ids"] == expected.token_ids
     assert result["texts"] == expected.texts
-    assert set(result) == set(expected.to_dict())
+    assert set(result) == {"prompts", *expected.to_dict()}
     assert result["stats"]["strategies"]["draft-model"]["n_call_draft"] > 0
 
 
@@ -370,7 +370,7 @@ def test_groups_of_options_become_options_of_a_verb() -> None:
 
     @with_groups
     def verb(models: Models, prompts: Prompts, extra: int = 3) -> None:
-        seen.update(models=models.given(), prompts=prompts.read(), extra=extra)
+        seen.update(models=models.given(), prompts=prompts.texts(), extra=extra)
 
     own = typer.Typer()
     own.command()(verb)

@@ -77,7 +77,7 @@ def test_prompts_come_from_a_text_file_and_from_chats_in_their_order(tmp_path: P
         (["show", "nowhere"], "trace file not found: nowhere.json"),
         (["show", "RUN", "--row", "9"], "no row 9"),
         (["show", "RUN", "--strategy", "suffix"], "drafted by 'suffix'"),
-        (["show", "RUN", "--html", "no/such/folder.html"], "cannot be written"),
+        (["show", "RUN", "--html", "/dev/null/page.html"], "cannot write"),
         (["record", "--out", "x", *PAIR], "no prompt"),
         (["record", "--out", "x", "--prompt", "a"], "no target"),
     ],

@@ -13,11 +13,12 @@ from typer.core import TyperGroup
 
 from specdec.cli import output
 from specdec.cli.options import AsJson
+from specdec.files.texts import check_writable
 from specdec.research.ablation.config import load_ablation
 from specdec.research.ablation.merge import REPORT, check_packages, merge
 from specdec.research.ablation.report import EVERY_ROW_FAILED
 from specdec.research.ablation.runner import run_ablation
-from specdec.research.ablation.store import Plan
+from specdec.research.ablation.store import Plan, read_manifest
 from specdec.research.ablation.tables import settings_table
 
 FAILED = 1
@@ -58,6 +59,7 @@ def run(
     """
     check_packages()
     settings = load_ablation(config)
+    check_writable(out, "--out", folder=True)
     plan = Plan.make(settings)
     steps = sum(-(-len(plan.prompts) // cell.batch_size) for cell in plan.cells)
     with output.progress("ablation", steps) as advance:
@@ -73,6 +75,8 @@ def merge_(
 ) -> None:
     """Make table.parquet, summary.json and report.html of what the processes of a launch have written."""
     check_packages()
+    read_manifest(folder)  # a folder that is no ablation's is not made
+    check_writable(folder, "the folder", folder=True)
     _finish(merge(folder, partial), folder, as_json)
 
 

@@ -18,7 +18,7 @@ from specdec.cli.inputs import given
 from specdec.cli.options import AsJson, Group, with_groups
 from specdec.errors import SpecdecError
 from specdec.files.compact_json import write_json
-from specdec.files.texts import as_path
+from specdec.files.texts import check_writable
 from specdec.research.bench.document import without_rows
 from specdec.research.bench.run import faults, missed, run_bench
 from specdec.research.bench.smoke import SUITES, equal, run_smoke, tables
@@ -99,9 +99,9 @@ def bench(
     for group in (subject, of_file, of_smoke, of_exactness):
         if group not in allowed[ways[0]] and (foreign := next(iter(group.given()), None)):
             raise SpecdecError(f"--{foreign.replace('_', '-')} is no option of {ways[0]}")
-    for path in (out, raw):
+    for name, path in (("--out", out), ("--raw", raw)):
         if path is not None:
-            _check_writable(path)
+            check_writable(path, name)
     save = partial(_save, out, raw)
     if file is not None:
         done = _file(file, subject, of_file, save)
@@ -161,20 +161,6 @@ def _save(out: Path | None, raw: Path | None, result: dict[str, Any]) -> None:
         write_json(out, without_rows(result))
     if raw is not None:
         write_json(raw, result)
-
-
-def _check_writable(path: Path) -> None:
-    """Fail before minutes of work, not after. Raises SpecdecError."""
-    as_path(str(path), "--out")
-    try:
-        existed = path.exists()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8"):
-            pass
-        if not existed:
-            path.unlink()  # an interrupted run leaves no file
-    except OSError as error:
-        raise SpecdecError(f"cannot write {path}: {error.strerror}") from error
 
 
 def _print(console: Console, result: dict[str, Any]) -> None:

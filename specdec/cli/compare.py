@@ -16,6 +16,7 @@ from specdec.cli import output
 from specdec.cli.ablate import print_gate
 from specdec.cli.inputs import given, refuse_beside
 from specdec.cli.options import SETS, AsJson, Generation, Prompts, with_groups
+from specdec.files.texts import check_writable
 from specdec.research.ablation.compare import compare as run_compare
 from specdec.research.ablation.compare import compare_config
 from specdec.research.ablation.merge import check_packages
@@ -50,7 +51,7 @@ def compare(
     a row failed.
     """
     check_packages()
-    texts = prompts.read()
+    texts = prompts.texts()
     if texts:
         refuse_beside("--prompt", given(dataset=dataset, category=category, limit=limit))
     if not draft:
@@ -58,6 +59,8 @@ def compare(
     data = given(dataset=dataset, categories=category, limit=limit, longest=longest)
     loading = given(device=device, dtype=dtype, draft_dtype=draft_dtype)
     options = {"max_new_tokens": 64, **generation.settings()}
+    if out is not None:
+        check_writable(out, "--out", folder=True)
     config = compare_config(target, draft or [], strategy or [], k or 5, texts, data, loading, **options)
     with ExitStack() as stack:
         folder = out or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="specdec-compare-")))

@@ -31,7 +31,7 @@ def demo(
     Exit status 1: the text is not the text of plain decoding, although it must be.
     """
     base = DEMO if run.config is None else load_yaml(run.config)
-    made = make_run(base, generation.settings(), run.strategies, prompts.read())
+    made = make_run(base, generation.settings(), run.strategies, prompts.texts())
     with output.progress("decoding, plainly and with drafts in turns", 2 + 2 * repeats) as advance:
         result = run_demo(made, repeats, advance)
     if as_json:

@@ -9,6 +9,7 @@ import typer
 
 from specdec.cli import output
 from specdec.cli.options import AsJson
+from specdec.files.texts import check_writable
 
 LAYOUT = "safeailab, specforge, angelslim or speculators; vLLM and SGLang read the second and the last."
 
@@ -24,6 +25,7 @@ def export_head(
     """Write an EAGLE head as other tools read it."""
     from specdec.drafters.eagle3 import export, load_head
 
+    check_writable(out, "--out", folder=True)
     loaded = load_head(folder)
     notes = [*loaded.notes, *export(loaded.head, out, layout, verifier, drafted)]
     if as_json:

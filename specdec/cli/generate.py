@@ -2,70 +2,101 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from specdec.cli import output
-from specdec.cli.inputs import base_run, given, make_run
-from specdec.cli.options import CHAT, AllGeneration, AsJson, Models, Prompts, Run, with_groups
+from specdec.cli.inputs import as_prompts, base_run, given, make_run, named_prompts
+from specdec.cli.options import CHAT, AllGeneration, AsJson, Models, Run, SetPrompts, with_groups
 from specdec.config import RunConfig
 from specdec.decoding.result import Generation
+from specdec.files.texts import check_writable, write_file
 from specdec.research.demo import load_decoder
+from specdec.research.prompts.datasets import Prompt
 
 INTERRUPTED = 130
+SHARED = ("models", "weights", "strategies", "seed", "settings", "devices", "dtypes", "versions")  # of the provenance
 
 
 @with_groups
 def generate(
     models: Models,
-    prompts: Prompts,
+    prompts: SetPrompts,
     run: Run,
     generation: AllGeneration,
-    chat: Annotated[bool, typer.Option("--chat/--no-chat", help=CHAT)] = False,
+    chat: Annotated[bool | None, typer.Option("--chat/--no-chat", help=CHAT)] = None,
     translate: Annotated[bool, typer.Option("--translate", help="Draft through text: another vocabulary.")] = False,
     attn_implementation: Annotated[str | None, typer.Option(help="sdpa or eager in place of specdec's own.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write a JSON line for each text to this file.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Generate from one prompt or many with a target, and perhaps a draft and a chain of strategies."""
+    if out is not None:
+        check_writable(out, "--out")
     base = base_run(run.config, {**models.given(), **given(attn_implementation=attn_implementation)})
-    made = make_run(base, generation.settings(), run.strategies, prompts.read(), translate)
-    _generate(made, chat, as_json)
+    chosen = prompts.read()
+    made = make_run(base, generation.settings(), run.strategies, [p.text for p in chosen], translate)
+    _generate(made, chosen or named_prompts(made.prompts), chat, out, as_json)
 
 
-def _generate(run: RunConfig, chat: bool, as_json: bool) -> None:
-    prompts: list[Any] = [[{"role": "user", "content": p}] if chat else p for p in run.prompts]
+def _generate(run: RunConfig, prompts: Sequence[Prompt], chat: bool | None, out: Path | None, as_json: bool) -> None:
     with output.progress("loading") as advance:
         decoder = load_decoder(run)
         advance("generating")
-        out = decoder.generate(prompts, **run.generation)
+        made = decoder.generate(as_prompts(prompts, decoder.tokenizer, chat), **run.generation)
+    if out is not None:
+        lines = (json.dumps(output.finite(record), ensure_ascii=False) + "\n" for record in _records(prompts, made))
+        write_file(out, "".join(lines), "--out")
     if as_json:
-        output.print_json(out.to_dict())
+        output.print_json({"prompts": [_named(p) for p in prompts], **made.to_dict()})
     else:
-        _print(output.stdout(), decoder.tokenizer, out)
-    if "interrupted" in out.finish_reasons:
+        _print(output.stdout(), decoder.tokenizer, made, out)
+    if "interrupted" in made.finish_reasons:
         raise typer.Exit(INTERRUPTED)
 
 
-def _print(console: Console, tokenizer: Any, out: Generation) -> None:
+def _named(prompt: Prompt) -> dict[str, Any]:
+    return {"id": prompt.id, "category": prompt.category, "prompt": prompt.chat() if prompt.messages else prompt.text}
+
+
+def _records(prompts: Sequence[Prompt], out: Generation) -> Iterator[dict[str, Any]]:
+    """One record a text; of several texts of a prompt, `sample` counts them from 0."""
+    samples = len(out) // max(1, len(prompts))
+    shared = {name: out.provenance[name] for name in SHARED}
+    for row in out:
+        yield {
+            **_named(prompts[row.index // samples]),
+            "sample": row.index % samples,
+            "prompt_hash": out.provenance["prompts"][row.index],
+            "chat_template": out.provenance["chat_templates"][row.index],
+            "text": row.text,
+            "token_ids": row.token_ids,
+            "finish_reason": row.finish_reason,
+            "error": row.error,
+            "logprobs": row.logprobs,
+            "stats": row.stats.to_dict(),
+            "lossy": out.lossy,
+            **shared,
+        }
+
+
+def _print(console: Console, tokenizer: Any, out: Generation, file: Path | None) -> None:
     stats = out.stats.to_dict()
     palette = output.colours(list(stats["strategies"]))
-    for i, (ids, text) in enumerate(zip(out.token_ids, out.texts or [], strict=True)):
-        if len(out) > 1:
-            console.rule(f"row {i}: {out.finish_reasons[i]}", style="dim")
-        # A stop string is in the ids and not in the text.
-        console.print(output.coloured(tokenizer, ids, out.origins[i], palette)[: len(text)], soft_wrap=True)
-    console.rule(style="dim")
-    if palette:
-        console.print(output.legend(palette))
-    for i, error in enumerate(out.errors):
-        if error is not None:
-            console.print(f"row {i} failed: {error}", style="red")
+    if file is None:
+        _print_texts(console, tokenizer, out, palette)
+    for row in out:
+        if row.error is not None:
+            console.print(f"row {row.index} failed: {row.error}", style="red")
     shown = {
         "finish reasons": ", ".join(sorted(set(out.finish_reasons))),
         "tokens": stats["emitted_tokens"],
-        "tokens/s": f"{stats['emitted_tokens'] / max(stats['time']['total'], 1e-9):.1f}",
+        "tokens/s": output.number(out.stats.tokens_per_second, 1),
         "tokens per round": output.number(stats["tokens_per_round"]),
         "acceptance length": output.number(stats["acceptance_length"]),
         "time": output.time_text(stats["time"]),
@@ -78,3 +109,17 @@ def _print(console: Console, tokenizer: Any, out: Generation) -> None:
     if palette:
         for one in (output.strategy_table(stats), output.position_table(stats), output.counter_table(stats)):
             console.print(one)
+    if file is not None:
+        console.print(f"written: {file}, {len(out)} texts", soft_wrap=True, markup=False)
+
+
+def _print_texts(console: Console, tokenizer: Any, out: Generation, palette: dict[str, str]) -> None:
+    for row in out:
+        if len(out) > 1:
+            console.rule(f"row {row.index}: {row.finish_reason}", style="dim")
+        # A stop string is in the ids and not in the text.
+        text = output.coloured(tokenizer, row.token_ids, row.origins, palette)[: len(row.text or "")]
+        console.print(text, soft_wrap=True)
+    console.rule(style="dim")
+    if palette:
+        console.print(output.legend(palette))

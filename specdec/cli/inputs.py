@@ -13,6 +13,8 @@ from specdec.decoding.validation import check_chain, check_generation, check_loa
 from specdec.drafters import make_drafters
 from specdec.errors import SpecdecError
 from specdec.files.texts import parse_yaml, read_text
+from specdec.research.prompts.datasets import Prompt, as_given, load_prompts
+from specdec.research.prompts.sources import ARRAY, LINES, Source
 
 
 def given(**options: Any) -> dict[str, Any]:
@@ -69,8 +71,30 @@ def make_run(
         check_chain(chosen, has_draft, settings)
     run = replace(base, generation=generation, prompts=tuple(prompts) or base.prompts, strategies=chosen)
     if not run.prompts:
-        raise SpecdecError("no prompt: give --prompt or --prompt-file")
+        raise SpecdecError("no prompt: give --prompt, --prompt-file or --dataset")
     return run
+
+
+def named_prompts(texts: Sequence[str], files: Sequence[Path] = ()) -> list[Prompt]:
+    """Texts as typed, then the prompts of files: a text file is one, a JSON-lines or JSON file a set.
+
+    Raises SpecdecError for what cannot be read.
+    """
+    found: list[Prompt] = []
+    sets: list[Prompt] = []
+    for file in files:
+        if Path(Source.parse(str(file)).place).suffix.lower() in (*LINES, ARRAY):
+            sets += load_prompts(file)
+        else:
+            texts = [*texts, _read(file)]
+    for i, text in enumerate(texts):
+        found.append(Prompt(f"prompt {i}", "", text, (text,)))
+    return found + sets
+
+
+def as_prompts(prompts: Sequence[Prompt], tokenizer: Any, chat: bool | None) -> list[Any]:
+    """Prompts as `generate` takes them; chat: through the chat template or not, None = chats are and texts are not."""
+    return [as_given(p, tokenizer, ("auto" if p.messages else False) if chat is None else chat) for p in prompts]
 
 
 def read_prompts(prompts: Sequence[str], files: Sequence[Path]) -> list[str]:

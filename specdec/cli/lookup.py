@@ -15,7 +15,7 @@ from specdec.cli.inputs import read_prompts
 from specdec.cli.options import AsJson
 from specdec.drafters.ngram.lookup_cache import LONGEST, LookupCache
 from specdec.errors import SpecdecError
-from specdec.files.texts import parse_json
+from specdec.files.texts import check_writable, parse_json
 from specdec.models.loading import load_tokenizer
 from specdec.research.offline.lookup import chunk_count, lookup_stats
 from specdec.stats import PER_DRAFTED
@@ -44,6 +44,7 @@ def create(
     as_json: AsJson = False,
 ) -> None:
     """Count the n-grams of texts and save them: a static file, or with --all-sizes a dynamic one."""
+    check_writable(out, "--out")
     rows = _rows(files, prompt, ids, tokenizer)
     cache, sizes = LookupCache(), (1, LONGEST) if all_sizes else (STATIC_SIZE, STATIC_SIZE)
     with output.progress("counting n-grams", len(rows)) as advance:
@@ -63,6 +64,7 @@ def merge(
     *inputs, out = files
     if not inputs:
         raise SpecdecError("lookup merge needs at least one file to read and, last, the file to write")
+    check_writable(out, "the last file")
     cache = LookupCache()
     with output.progress("merging", len(inputs)) as advance:
         for file in inputs:

@@ -11,16 +11,19 @@ from typing import Annotated, Any, get_type_hints
 
 from typer import Option
 
-from specdec.cli.inputs import read_prompts, with_extra
+from specdec.cli.inputs import given, named_prompts, refuse_beside, with_extra
+from specdec.errors import SpecdecError
+from specdec.research.prompts.datasets import Prompt, load_prompts
 
 AsJson = Annotated[bool, Option("--json", help="Print one JSON document.")]
 Out = Annotated[Path | None, Option(help="Also write the JSON document to this file.")]
 Texts = list[str] | None
 # What --dataset takes: docs/datasets.md.
 SETS = "spec-bench, humaneval, gsm8k; a JSON-lines, chat or text file; or hf:owner/name."
+PROMPT_FILE = "A .txt file is one prompt, a .jsonl or .json file a set of them; - = standard input, one prompt."
 STRATEGIES = "Strategies in order of priority, a,b:key=value; none = plain decoding."
 ACCEPTANCE = "leviathan, match, coupled, or a rule of your own as module:name."
-CHAT = "Whether prompts go through the chat template."
+CHAT = "Whether prompts go through the chat template. Default: chats do, and texts do not."
 
 
 @dataclass(frozen=True)
@@ -82,11 +85,36 @@ class Prompts(Group):
     """Prompts that are typed or in files."""
 
     prompt: Annotated[Texts, Option(help="Text to continue; repeat for more.")] = None
-    prompt_file: Annotated[list[Path] | None, Option(help="A file with one prompt; - = standard input.")] = None
+    prompt_file: Annotated[list[Path] | None, Option(help=PROMPT_FILE)] = None
 
-    def read(self) -> list[str]:
-        """The prompts, those of files last. Raises SpecdecError for what cannot be read."""
-        return read_prompts(self.prompt or [], self.prompt_file or [])
+    def read(self) -> list[Prompt]:
+        """The prompts, those of sets last. Raises SpecdecError for what cannot be read."""
+        return named_prompts(self.prompt or [], self.prompt_file or [])
+
+    def texts(self) -> list[str]:
+        """The same for verbs that take no chats. Raises SpecdecError for a chat."""
+        found = self.read()
+        chat = next((p for p in found if p.messages), None)
+        if chat is not None:
+            raise SpecdecError(f"--prompt-file: {chat.id} is a chat, and this verb takes texts: use specdec generate")
+        return [p.text for p in found]
+
+
+@dataclass(frozen=True)
+class SetPrompts(Prompts):
+    """Prompts that are typed, in files, or those of a set."""
+
+    dataset: Annotated[str | None, Option(help=SETS)] = None
+    category: Annotated[Texts, Option(help="Only this category of the set; repeat for more.")] = None
+    limit: Annotated[int | None, Option(min=1, help="Most prompts of the set, spread over categories.")] = None
+
+    def read(self) -> list[Prompt]:
+        """The prompts, those of the set last. Raises SpecdecError for what cannot be read."""
+        found = super().read()
+        if self.dataset is None:
+            refuse_beside("prompts that are no set: --dataset", given(category=self.category, limit=self.limit))
+            return found
+        return found + load_prompts(self.dataset, self.category, self.limit)
 
 
 @dataclass(frozen=True)

@@ -34,16 +34,17 @@ def stdout() -> Console:
 
 def print_json(data: Any) -> None:
     """One JSON document; NaN and infinities, which JSON lacks, as null."""
-    json.dump(_finite(data), sys.stdout, indent=2, ensure_ascii=False, allow_nan=False)
+    json.dump(finite(data), sys.stdout, indent=2, ensure_ascii=False, allow_nan=False)
     sys.stdout.write("\n")
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """The value with null for NaN and infinities."""
     if isinstance(value, float):
         return value if abs(value) < float("inf") else None
     if isinstance(value, Mapping):
-        return {str(k): _finite(v) for k, v in value.items()}
-    return [_finite(v) for v in value] if isinstance(value, (list, tuple)) else value
+        return {str(k): finite(v) for k, v in value.items()}
+    return [finite(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
 @contextmanager

@@ -12,17 +12,19 @@ import typer
 from rich.text import Text
 
 from specdec.cli import output
-from specdec.cli.inputs import base_run, given, make_run, refuse_beside
-from specdec.cli.options import CHAT, SETS, AsJson, Generation, Models, Prompts, Run, with_groups
+from specdec.cli.inputs import as_prompts, base_run, make_run, named_prompts
+from specdec.cli.options import CHAT, AsJson, Generation, Models, Run, SetPrompts, with_groups
 from specdec.config import RunConfig
 from specdec.decoding.prompts import chat_rows
 from specdec.decoding.result import Round
+from specdec.files.texts import check_writable
 from specdec.research.demo import load_decoder
-from specdec.research.prompts.datasets import Prompt, as_given, load_prompts
+from specdec.research.prompts.datasets import Prompt
 from specdec.research.traces.analysis import analyse
 from specdec.research.traces.monitor import Monitor
 from specdec.research.traces.rounds import Piece, pieces_of
 from specdec.research.traces.trace import Trace, record
+from specdec.research.traces.trace_files import paths_of
 from specdec.stats import PER_DRAFTED, PER_TESTED
 
 app = typer.Typer(
@@ -37,23 +39,21 @@ Html = Annotated[Path | None, typer.Option("--html", help="Also write the token 
 def record_run(
     out: Annotated[Path, typer.Option(help="Files to write: OUT.safetensors and OUT.json.")],
     models: Models,
-    prompts: Prompts,
+    prompts: SetPrompts,
     run: Run,
     generation: Generation,
-    dataset: Annotated[str | None, typer.Option(help=SETS)] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Most prompts of the set, spread over categories.")] = None,
-    chat: Annotated[bool | None, typer.Option("--chat/--no-chat", help=f"{CHAT} Default: chats of a set.")] = None,
+    chat: Annotated[bool | None, typer.Option("--chat/--no-chat", help=CHAT)] = None,
     top: Annotated[int, typer.Option(min=1, help="Record this many of the most likely tokens per position.")] = 5,
     html: Html = None,
     as_json: AsJson = False,
 ) -> None:
     """Generate, and record every round. Warns on standard error while drafts are hardly accepted."""
-    if dataset is None:
-        refuse_beside("prompts that are no set: --dataset", given(limit=limit))
-    known = [] if dataset is None else load_prompts(dataset, limit=limit)
+    for path in (*paths_of(out), *([] if html is None else [html])):
+        check_writable(path, "--out" if path != html else "--html")
+    chosen = prompts.read()
     base = base_run(run.config, models.given())
-    texts = prompts.read() + [p.text for p in known]
-    trace = _record(make_run(base, generation.settings(), run.strategies, texts), known, chat, top)
+    made = make_run(base, generation.settings(), run.strategies, [p.text for p in chosen])
+    trace = _record(made, chosen or named_prompts(made.prompts), chat, top)
     trace.save(out)
     _write_page(trace, html)
     facts = {"file": str(out), "rows": len(trace.rows), "rounds": len(trace.rounds)}
@@ -63,19 +63,14 @@ def record_run(
         output.stdout().print(output.facts(facts))
 
 
-def _record(run: RunConfig, known: Sequence[Prompt], chat: bool | None, top: int) -> Trace:
-    """The run's trace. known: the prompts that come from a set, the last of the run's."""
-    typed = run.prompts[: len(run.prompts) - len(known)]
-    ids = [f"prompt {i}" for i in range(len(typed))] + [p.id for p in known]
-    categories = [""] * len(typed) + [p.category for p in known]
-    prompts: list[Any] = [[{"role": "user", "content": p}] if chat else p for p in typed]
+def _record(run: RunConfig, prompts: Sequence[Prompt], chat: bool | None, top: int) -> Trace:
     with output.progress("loading") as advance:
         decoder = load_decoder(run)
-        for p in known:
-            prompts.append(as_given(p, decoder.tokenizer, ("auto" if p.messages else False) if chat is None else chat))
+        given = as_prompts(prompts, decoder.tokenizer, chat)
         advance("recording")
-        monitor = Monitor(decoder, chat=all(chat_rows(prompts)), warn=output.warn)
-        return record(decoder, prompts, top=top, ids=ids, categories=categories, watch=monitor, **run.generation)
+        monitor = Monitor(decoder, chat=all(chat_rows(given)), warn=output.warn)
+        ids, categories = [p.id for p in prompts], [p.category for p in prompts]
+        return record(decoder, given, top=top, ids=ids, categories=categories, watch=monitor, **run.generation)
 
 
 @app.command()
@@ -90,6 +85,8 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Print the text with every token's origin, rejected drafts in [-brackets-]; with --json the rounds as recorded."""
+    if html is not None:
+        check_writable(html, "--html")
     trace = Trace.load(path)
     chosen = trace.select(row, strategy)
     _write_page(trace, html)

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from specdec.cli import output
 from specdec.cli.options import AsJson
+from specdec.files.texts import check_writable
 
 app = typer.Typer(
     help="Train a drafter on what its target would write (docs/training.md). Resumes where it stopped.",
@@ -45,6 +46,7 @@ def _train(kind: str, file: Path, options: dict[str, Any], part: str | None, as_
     from specdec.training.run import RESULT, run_training
 
     config = load_training(file, kind, **{name: value for name, value in options.items() if value is not None})
+    check_writable(config.folder, "the run's folder", folder=True)
     parsed = None if part is None else parse_part(part)
     with output.progress("loading") as advance:
         log = run_training(config, kind, advance, parsed)

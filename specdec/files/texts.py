@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import tempfile
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -228,6 +229,36 @@ def is_unicode(text: str) -> bool:
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------
+
+
+def check_writable(name: Any, what: str, folder: bool = False) -> Path:
+    """Raise SpecdecError now, and not after hours of work, if a file could not be written, or files in a folder.
+
+    Makes the folders that are missing, and leaves no file.
+    """
+    path = as_path(name, what)
+    home = path if folder else path.parent
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        mode = None if folder else _mode(path)
+        if mode is not None and stat.S_ISDIR(mode):
+            raise SpecdecError(f"cannot write {path}: it is a folder")
+        if mode is not None and not stat.S_ISREG(mode):  # a pipe or a device, which opening could change
+            if not os.access(path, os.W_OK):
+                raise SpecdecError(f"cannot write {path}: Permission denied")
+            return path
+        with tempfile.TemporaryFile(dir=home):
+            return path
+    except OSError as error:
+        raise SpecdecError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+def _mode(path: Path) -> int | None:
+    """Kind and permissions of a file; None: there is none yet."""
+    try:
+        return os.stat(path).st_mode
+    except FileNotFoundError:
+        return None
 
 
 def write_file(name: Any, data: str | bytes, what: str) -> Path:

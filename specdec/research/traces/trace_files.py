@@ -46,7 +46,7 @@ WIDE = ("top_ids", "top", "draft_top_ids", "draft_top")
 
 def save(trace: Trace, path: str | Path) -> Path:
     """Write the two files; returns the JSON file's path. Raises SpecdecError where they cannot be written."""
-    arrays, text = _paths(path)
+    arrays, text = paths_of(path)
     names: dict[str, list[str]] = {"strategy": trace.strategies, "finish_reason": []}
     data = arrays_bytes(_arrays(trace, names))
     document = {
@@ -67,7 +67,8 @@ def save(trace: Trace, path: str | Path) -> Path:
     return write_file(text, json.dumps(document, ensure_ascii=False), "trace file")
 
 
-def _paths(path: str | Path) -> tuple[Path, Path]:
+def paths_of(path: str | Path) -> tuple[Path, Path]:
+    """The two files of a trace, numbers first. Raises SpecdecError for the name of a folder."""
     name = as_path(path, "trace file")
     if not name.name:
         raise SpecdecError(f"trace file: {str(path)!r} is the name of a folder")
@@ -111,7 +112,7 @@ def _index(names: Sequence[str], name: str | None) -> int:
 def load(path: str | Path, make: Callable[..., Trace]) -> Trace:
     """Read the two files; make(rows, rounds, tokens, provenance, stats) builds the trace. Raises SpecdecError where one
     is missing, is no part of a trace, belongs to another, or holds what no run can have recorded."""
-    arrays_path, text_path = _paths(path)
+    arrays_path, text_path = paths_of(path)
     text, data = read_text(text_path, "trace file"), read_bytes(arrays_path, "trace file")
     try:
         document = parse_json(text, str(text_path))
