@@ -24,7 +24,16 @@ PROMPTS = [
     quoting_ids(9, 1, 3, VOCAB), quoting_ids(21, 2, 7, VOCAB), [5], quoting_ids(14, 3, 4, VOCAB), [7, 7, 7, 7],
     [40, 41], quoting_ids(33, 4, 6, VOCAB), [12, 13, 11],
 ]  # fmt: skip
-TREES = ["branches=4", "branches=6, top_n", "tree=3x1x2", "tree=20", "tree, uneven", "lookup, then tree"]
+TREES = [
+    "branches=4",
+    "branches=6, top_n",
+    "tree=3x1x2",
+    "tree=20",
+    "tree, uneven",
+    "lookup, then tree",
+    "tree of 40",
+    "recycling",
+]
 SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
 
 
@@ -40,7 +49,7 @@ def shapes_of_a_gpu() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def decoders(shapes_of_a_gpu: None) -> dict[str, specdec.SpeculativeDecoder]:
     """One eager, one recorded; all tests share them, so that programs of one option meet inputs of another."""
-    target = looping(tiny_model("llama", vocab=VOCAB, num_hidden_layers=1, **SIZES))
+    target = looping(tiny_model("llama", vocab=VOCAB, num_hidden_layers=2, **SIZES))
     pair = target, weaker(target, 0.1)
     made = {mode: specdec.SpeculativeDecoder(*pair, byte_level(VOCAB), check=False) for mode in ("eager", "recorded")}
     recorded = made["recorded"]

@@ -43,6 +43,10 @@ STRATEGIES: dict[str, list[Any]] = {
     "lookup, then tree": [PromptLookup(n_max=2), "draft-model:tree=2x2"],
     "cache, then branches": ["ngram-cache", DraftModel(n_max=3, branches=3, p_split=0.05)],
     "translate": ["draft-model:n_max=4:translate=true"],
+    "tree of 40": [DraftModel(tree=[4, 3, 2])],
+    "recycling": ["recycling:nodes=30"],
+    "early-exit": ["early-exit:layers=1:n_max=3"],
+    "lookup, then early-exit": ["prompt-lookup", "early-exit:skip=0:n_max=2:p_min=0.1"],
     "lookup, then translate": ["prompt-lookup", "draft-model:n_max=4:translate=true"],
 }
 

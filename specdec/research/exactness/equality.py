@@ -173,16 +173,13 @@ def why_not_equal(
 ) -> Report:
     """Compare two generated id sequences of one prompt, and explain their first divergence.
 
-    Args:
-        a, b: generated ids, as in `Generation.token_ids`.
-        names: of the runs, for the report.
-        shape_a, shape_b: the runs' pass shapes; None = one token a pass for a, a verify pass of eight for b.
-        reference: a float32 copy of the target; "auto" = make one where memory allows, None = do without.
-        row: the prompt's number in its call, for sampled runs with one seed.
-        options: the generation options of the runs, if they were not greedy.
+    a, b: generated ids, as in `Generation.token_ids`; names: of the runs, for the report
+    shape_a, shape_b: the runs' pass shapes; None = one token a pass for a, a verify pass of eight for b
+    reference: a float32 copy of the target; "auto" = make one where memory allows, None = do without
+    row: the prompt's number in its call, for sampled runs with one seed
+    options: the generation options of the runs, if they were not greedy
 
-    Raises:
-        SpecdecError: `leviathan` sampling, whose text is not meant to equal plain decoding's.
+    Raises SpecdecError for `leviathan` sampling, whose text is not meant to equal plain decoding's.
     """
     target = decoder.target
     a, b = _checked_ids(a, "a", target.vocab_size), _checked_ids(b, "b", target.vocab_size)
