@@ -12,7 +12,7 @@ from specdec.cli import output
 from specdec.cli.inputs import make_run
 from specdec.cli.options import AsJson, Generation, Prompts, Run, with_groups
 from specdec.config import RunConfig, load_yaml
-from specdec.research.demo import DEMO, DemoResult, run_demo, tokens_per_second
+from specdec.research.demo import DEMO, DemoResult, run_demo, tokens_per_second, with_demo_head
 
 FAILED = 1
 SAME = "identical to plain decoding"
@@ -31,7 +31,8 @@ def demo(
     Exit status 1: the text is not the text of plain decoding, although it must be.
     """
     base = DEMO if run.config is None else load_yaml(run.config)
-    made = make_run(base, generation.settings(), run.strategies, prompts.texts())
+    typed = run.strategies if base.pair.target != DEMO.pair.target else with_demo_head(run.strategies)
+    made = make_run(base, generation.settings(), typed, prompts.texts())
     with output.progress("decoding, plainly and with drafts in turns", 2 + 2 * repeats) as advance:
         result = run_demo(made, repeats, advance)
     if as_json:

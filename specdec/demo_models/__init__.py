@@ -1,11 +1,11 @@
-"""The embedded model pair: a small target and its draft, trained on CPython's standard library (MODEL_CARD.md).
+"""The embedded models: a target, its draft and its EAGLE-3 head, of CPython's standard library (MODEL_CARD.md).
 
-Nothing is loaded on import; both functions return folders that ``from_pretrained`` reads offline.
+Nothing is loaded on import; the functions return folders that ``from_pretrained`` reads offline.
 """
 
 from pathlib import Path
 
-__all__ = ["draft_path", "target_path"]
+__all__ = ["draft_path", "head_path", "target_path"]
 
 _FOLDER = Path(__file__).resolve().parent
 
@@ -18,3 +18,8 @@ def target_path() -> Path:
 def draft_path() -> Path:
     """Return the folder of the draft distilled from it: two layers, one million parameters, the same tokenizer."""
     return _FOLDER / "draft"
+
+
+def head_path() -> Path:
+    """Return the folder of an EAGLE-3 head for the target, trained by configs/train_eagle3_demo.yaml."""
+    return _FOLDER / "head"

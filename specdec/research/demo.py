@@ -130,6 +130,15 @@ def load_decoder(config: RunConfig) -> SpeculativeDecoder:
     return decoder
 
 
+def with_demo_head(strategies: str | None) -> str | None:
+    """A typed chain in which an eagle3 that names no head has the embedded target's."""
+    if strategies is None:
+        return None
+    parts = [part.strip() for part in strategies.split(",")]
+    headless = [part.split(":")[0] == "eagle3" and ":head=" not in part for part in parts]
+    return ",".join(f"{part}:head=demo-head" if bare else part for part, bare in zip(parts, headless, strict=True))
+
+
 def comparable(options: dict[str, Any]) -> bool:
     """Whether plain decoding must give the same tokens: greedy, or a rule that emits the target's own samples."""
     settings = GenerationSettings.parse(options)

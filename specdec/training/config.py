@@ -12,6 +12,7 @@ from typing import Any
 from specdec.config import from_dict, load_yaml
 from specdec.errors import SpecdecError, unknown_name
 from specdec.files.forms import BOOL, INTEGER, TEXT, Maybe, OneOf, check, number, whole
+from specdec.files.texts import expanded
 from specdec.research.prompts.choice import DataConfig
 from specdec.training.losses import LOSSES
 
@@ -200,7 +201,7 @@ class TrainingConfig:
 
     @property
     def folder(self) -> Path:
-        return Path(self.out)
+        return expanded(self.out)
 
     def plain(self) -> dict[str, Any]:
         """Everything that the curve depends on, as JSON has it."""

@@ -10,6 +10,7 @@ from accelerate import Accelerator
 
 from specdec.decoder import SpeculativeDecoder
 from specdec.decoding.provenance import WeightHash
+from specdec.files.texts import check_writable
 from specdec.models.loading import LoadedPair
 from specdec.training.answers import (
     Answer,
@@ -40,7 +41,7 @@ def run_training(config: TrainingConfig, kind: str, advance: Advance, part: tupl
     files of another run in `out`.
     """
     accelerator = Accelerator(cpu=config.device == "cpu" or not torch.cuda.is_available())
-    config.folder.mkdir(parents=True, exist_ok=True)
+    check_writable(config.folder, "out", folder=True)
     pair = LoadedPair.load(
         config.target,
         device=config.device or str(accelerator.device),

@@ -15,7 +15,7 @@ from specdec.drafters.eagle3.config import HeadConfig
 from specdec.drafters.eagle3.formats import IDS, LAYOUTS, MARK
 from specdec.drafters.eagle3.head import EagleHead
 from specdec.errors import SpecdecError
-from specdec.files.texts import as_path, write_file
+from specdec.files.texts import check_writable, write_file
 from specdec.models.checkpoint import CONFIG
 
 # What a layout has no field for, so that a head with it would be read as another one.
@@ -41,8 +41,7 @@ def export(
     if layout not in LAYOUTS:
         raise unknown_name("layout of eagle3 heads", layout, LAYOUTS)
     _check_layout(head.config, layout)
-    path = as_path(folder, "folder")
-    path.mkdir(parents=True, exist_ok=True)
+    path = check_writable(folder, "the head's folder", folder=True)
     write: dict[str, Callable[[], dict[str, Any]]] = {
         "speculators": lambda: _speculators(head, verifier, drafted),
         "specforge": lambda: _specforge(head),

@@ -105,7 +105,10 @@ class Eagle3(Drafter):
 
     def __post_init__(self) -> None:
         if self.head is None:
-            raise SpecdecError("eagle3: no head was given; pass head=FOLDER (config.json and weights) or an EagleHead")
+            raise SpecdecError(
+                "eagle3: no head was given; pass head=FOLDER (config.json and weights), or demo-head for demo-target, "
+                "or an EagleHead"
+            )
         check_whole("eagle3: n_max", self.n_max, 1)
         check_whole("eagle3: nodes", self.nodes, 0)
         check_whole("eagle3: top_k", self.top_k, 1)

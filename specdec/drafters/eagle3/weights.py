@@ -11,19 +11,21 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from specdec.demo_models import head_path
 from specdec.errors import SpecdecError
-from specdec.files.texts import as_path, expanded, first_line, read_json
+from specdec.files.texts import as_path, expanded, first_line, is_folder, read_json
 from specdec.models.checkpoint import CONFIG, fault_of_weights
 
+EMBEDDED = "demo-head"  # for demo-target
 MAPS = ("d2t", "t2d")
 # Made anew from the config, or the target's own: of no use here.
 UNUSED = re.compile(r"(^|\.)(rotary_emb\.|verifier_norm\.|verifier_lm_head\.)")
 
 
 def read_folder(source: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The config and the tensors of a folder. Raises SpecdecError for what is missing or damaged."""
-    folder = expanded(as_path(source, "eagle3 head"))
-    if not folder.is_dir():
+    """The config and the tensors of a folder, or of `demo-head`. Raises SpecdecError for what is missing or damaged."""
+    folder = head_path() if source == EMBEDDED else expanded(as_path(source, "eagle3 head"))
+    if not is_folder(folder):
         raise SpecdecError(f"eagle3: there is no folder {folder}; give one with {CONFIG} and the head's weights")
     config = read_json(folder / CONFIG, "file")
     if not isinstance(config, dict):
