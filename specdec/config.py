@@ -58,18 +58,6 @@ _RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(OWN_FIELDS, (-2.0, 2.0)),
 }
 _CHOICES = {"order": ("given", "upstream"), "draft_length": ("auto", "given", None)}
-_REFUSED = {
-    "num_beams": "beam search is not supported: speculative decoding verifies one continuation a row",
-    "num_beam_groups": "beam search is not supported: speculative decoding verifies one continuation a row",
-    "do_sample": "do_sample is not an option here: temperature=0 is greedy, temperature > 0 samples",
-    "max_length": "max_length is not an option here: use max_new_tokens",
-    "assistant_model": "assistant_model is not an option here: pass the draft model when the decoder is built",
-    "guidance_scale": "guidance_scale (classifier-free guidance) is not supported",
-    "watermarking_config": "watermarking is not supported",
-    "encoder_repetition_penalty": "encoder_repetition_penalty needs an encoder: specdec runs decoder-only models",
-    "encoder_no_repeat_ngram_size": "encoder_no_repeat_ngram_size needs an encoder: specdec runs decoder-only models",
-    "penalty_alpha": "contrastive search is not supported",
-}
 
 
 @dataclass(frozen=True)
@@ -128,11 +116,7 @@ class GenerationSettings:
                 known[name] = value
             elif name in PROCESSOR_FIELDS:
                 processors[name] = value
-            elif name in _REFUSED:
-                if name in ("num_beams", "num_beam_groups") and value in (None, 1):
-                    continue
-                raise SpecdecError(_REFUSED[name])
-            else:
+            elif name not in ("num_beams", "num_beam_groups") or value not in (None, 1):
                 raise unknown_name("generation option", name, sorted(own | set(PROCESSOR_FIELDS)))
         if known.get("eos_token_id", UNSET) is not UNSET:
             known["eos_token_id"] = plain_ids(known["eos_token_id"])

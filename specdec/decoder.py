@@ -13,7 +13,7 @@ import torch
 from specdec.config import UNSET, GenerationSettings, check_exact, check_switch
 from specdec.decoding import show
 from specdec.decoding.call import Call
-from specdec.decoding.prompts import TextStream, chat_rows, encode_prompts
+from specdec.decoding.prompts import TextStream, chat_rows, encode_prompts, plain_prompts
 from specdec.decoding.provenance import WeightHash, hash_template
 from specdec.decoding.result import Generation, Round
 from specdec.device.ambient import Steps, pinned
@@ -133,7 +133,9 @@ class SpeculativeDecoder:
 
     # -- public calls --------------------------------------------------------------------------------------------
 
-    def generate(self, prompts: Any, max_new_tokens: int = 128, strategies: Any = UNSET, **options: Any) -> Generation:
+    def generate(
+        self, prompts: Any = UNSET, max_new_tokens: int = 128, strategies: Any = UNSET, **options: Any
+    ) -> Generation:
         """Generate for one prompt or many. Options: `specdec.GenerationSettings`, field by field, and every processor
         field of transformers' GenerationConfig by its own name.
 
@@ -150,7 +152,9 @@ class SpeculativeDecoder:
                     call.interrupt()
             return call.result()
 
-    def stream(self, prompt: Any, max_new_tokens: int = 128, strategies: Any = UNSET, **options: Any) -> Iterator[str]:
+    def stream(
+        self, prompt: Any = UNSET, max_new_tokens: int = 128, strategies: Any = UNSET, **options: Any
+    ) -> Iterator[str]:
         """Yield the text of one prompt, piece by piece; joined pieces equal `generate(...).texts[0]`."""
         if self.tokenizer is None:
             raise SpecdecError("stream needs a tokenizer: pass tokenizer=... when the decoder is built")
@@ -158,7 +162,7 @@ class SpeculativeDecoder:
         return Steps(self._pieces(call), self._lock)
 
     def rounds(
-        self, prompt: Any, max_new_tokens: int = 128, strategies: Any = UNSET, **options: Any
+        self, prompt: Any = UNSET, max_new_tokens: int = 128, strategies: Any = UNSET, **options: Any
     ) -> Iterator[Round]:
         """Yield the rounds of one prompt, one `Round` at a time, with p and q at the drafted tokens."""
         call = self._single(prompt, "rounds", strategies, max_new_tokens=max_new_tokens, **options)
@@ -218,6 +222,7 @@ class SpeculativeDecoder:
                 runner.check_trees(name)
         if settings.order == "upstream":
             drafters = upstream_order(drafters)
+        prompts = plain_prompts(prompts, self.tokenizer)
         encoded = encode_prompts(prompts, self.tokenizer, self.target.vocab_size, self.target.context)
         template = hash_template(self.tokenizer)
         templates = [template if chat else None for chat in chat_rows(prompts)]

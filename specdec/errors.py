@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+from specdec.files.habits import HINTS
+
 LONGEST = 1000  # characters of a message
 
 
@@ -28,7 +30,10 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def unknown_name(kind: str, name: object, known: Iterable[str]) -> SpecdecError:
-    """Make the error for a name that does not exist, with the nearest one that does."""
+    """Make the error for a name that does not exist: what it is called here if it is transformers', else the nearest
+    one that does exist."""
     known, name = list(known), str(name)
+    if name in HINTS:
+        return SpecdecError(f"there is no {kind} {name!r} here: {HINTS[name]}")
     listed = ", ".join(known[:12]) + (", ..." if len(known) > 12 else "")
     return SpecdecError(f"unknown {kind} {name!r}{nearest(name, known) or f'; known: {listed}'}")

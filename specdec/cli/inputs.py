@@ -94,7 +94,7 @@ def named_prompts(texts: Sequence[str], files: Sequence[Path] = ()) -> list[Prom
 
 def as_prompts(prompts: Sequence[Prompt], tokenizer: Any, chat: bool | None) -> list[Any]:
     """Prompts as `generate` takes them; chat: through the chat template or not, None = chats are and texts are not."""
-    return [as_given(p, tokenizer, ("auto" if p.messages else False) if chat is None else chat) for p in prompts]
+    return [p.given(tokenizer) if chat is None else as_given(p, tokenizer, chat) for p in prompts]
 
 
 def read_prompts(prompts: Sequence[str], files: Sequence[Path]) -> list[str]:

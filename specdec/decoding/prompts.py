@@ -3,6 +3,7 @@
 str: tokenised unchanged, no chat template
 list[dict]: one chat, through the chat template
 list[int] or a 1-d tensor: one row of ids
+a `SetPrompt`, as `load_prompts` gives them: its chat through the template, if it is one and there is one, else its text
 a list of any of these, or a 2-d tensor: many rows; []: no rows
 """
 
@@ -14,10 +15,35 @@ from typing import Any
 import numpy as np
 import torch
 
+from specdec.config import UNSET
 from specdec.errors import SpecdecError
+from specdec.files.habits import HINTS
 from specdec.files.texts import first_line, is_unicode
 
+
+class SetPrompt:
+    """A prompt of a set, which knows more about itself than its text."""
+
+    def given(self, tokenizer: Any) -> Any:
+        """The prompt in one of the other forms."""
+        raise NotImplementedError
+
+
 TEXT_PARTS = ("text", "input_text", "output_text")  # types of message parts that have a text
+
+
+def plain_prompts(prompts: Any, tokenizer: Any) -> Any:
+    """Prompts with the texts or chats in the place of `SetPrompt`s. Raises SpecdecError if there are none, and for the
+    output of a tokenizer."""
+    if prompts is UNSET:
+        raise SpecdecError("no prompts: give texts, chats or token ids as the first argument")
+    if isinstance(prompts, Mapping) and "input_ids" in prompts:
+        raise SpecdecError(f"this is all that a tokenizer returns: {HINTS['input_ids']}")
+    if isinstance(prompts, SetPrompt):
+        return prompts.given(tokenizer)
+    if isinstance(prompts, (list, tuple)):
+        return [p.given(tokenizer) if isinstance(p, SetPrompt) else p for p in prompts]
+    return prompts
 
 
 def encode_prompts(prompts: Any, tokenizer: Any, vocab_size: int, context: int) -> list[list[int]]:

@@ -43,7 +43,7 @@ def stats_repr(stats: Stats) -> str:
     """One line with the figures that are looked at first."""
     total = stats.total
     parts = [_count(len(stats.rows), "row"), _count(total.rounds, "round"), _summary(stats)]
-    rates = (("per tested", total.acceptance), ("per drafted", total.draft_acceptance_rate))
+    rates = (("per tested", total.conditional_acceptance_rate), ("per drafted", total.draft_acceptance_rate))
     parts += [f"{value:.2f} accepted {name}" for name, value in rates if value is not None]
     return f"Stats({', '.join(parts)})"
 
@@ -111,7 +111,7 @@ def decoder_html(decoder: SpeculativeDecoder) -> str:
 
 def _figures(tally: Tally) -> tuple[Any, ...]:
     counts = (tally.rounds, tally.drafted_rounds, tally.draft_tokens, tally.tested_tokens, tally.accepted_tokens)
-    return (*counts, _number(tally.acceptance), _number(tally.draft_acceptance_rate))
+    return (*counts, _number(tally.conditional_acceptance_rate), _number(tally.draft_acceptance_rate))
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[Any]], texts: int) -> str:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specdec.decoding.prompts import encode_prompts
+from specdec.decoding.prompts import SetPrompt, encode_prompts
 from specdec.errors import SpecdecError
 from specdec.files.texts import expanded, is_file
 from specdec.research.prompts.sources import HUB, Entry, Messages, Source, read
@@ -40,7 +40,7 @@ TURNS = ("first", "all")
 
 
 @dataclass(frozen=True)
-class Prompt:
+class Prompt(SetPrompt):
     """One prompt of a set, without any chat template."""
 
     id: str  # unique in its set: "<set>/<question id, or the number of the line from 0>"
@@ -48,6 +48,11 @@ class Prompt:
     text: str  # the first turn; of a chat, the texts of all its messages, parted by blank lines
     turns: tuple[str, ...]  # the user's turns in order; only the first unless turns="all"
     messages: Messages = ()  # of a chat, in order, without the answer at its end: prompt_sources.Message
+
+    def given(self, tokenizer: Any) -> Any:
+        """What `generate` makes of it: a chat goes through the template if there is one, a text goes through none.
+        `as_given` chooses."""
+        return as_given(self, tokenizer, "auto" if self.messages else False)
 
     def chat(self) -> list[dict[str, Any]]:
         """What a chat template takes: the messages, or the text as one turn of the user's. A message without content

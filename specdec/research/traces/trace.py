@@ -21,6 +21,7 @@ from specdec.config import UNSET, check_whole
 from specdec.decoding.result import Generation, Round
 from specdec.errors import SpecdecError
 from specdec.files.texts import write_file
+from specdec.research.prompts.datasets import Prompt
 from specdec.research.traces.token_page import frame, page
 from specdec.research.traces.trace_files import load, save
 
@@ -125,7 +126,7 @@ class Trace:
 
 def record(
     decoder: Any,
-    prompts: Any,
+    prompts: Any = UNSET,
     max_new_tokens: int = 128,
     strategies: Any = UNSET,
     *,
@@ -139,7 +140,7 @@ def record(
 
     Args:
         top: record the `top` most likely tokens per position.
-        ids, categories: names of the prompts, for analysis by category.
+        ids, categories: names of the prompts, for analysis by category; None = those of prompts of a set.
         watch: called with every round as it comes, for instance a `monitor.Monitor`.
 
     Returns:
@@ -160,6 +161,9 @@ def record(
             call.interrupt()
     result: Generation = call.result()
     prompt_ids = [row.prompt for row in call.rows]
+    known = [prompts] if isinstance(prompts, Prompt) else prompts
+    if ids is None and categories is None and _all_of_sets(known):
+        ids, categories = [p.id for p in known], [p.category for p in known]
     names, kinds = (_named(label, v, len(prompt_ids)) for label, v in (("ids", ids), ("categories", categories)))
     rows = [
         _row(decoder.tokenizer, prompt, output, reason, name, kind)
@@ -171,6 +175,10 @@ def record(
     # As JSON holds it, so that a loaded trace equals the recorded one.
     provenance, stats = (json.loads(json.dumps(d)) for d in (result.provenance, result.stats.to_dict()))
     return Trace(rows, rounds, tokens, provenance, stats, result)
+
+
+def _all_of_sets(prompts: Any) -> bool:
+    return isinstance(prompts, (list, tuple)) and bool(prompts) and all(isinstance(p, Prompt) for p in prompts)
 
 
 def _named(label: str, values: Sequence[str] | None, rows: int) -> list[str]:

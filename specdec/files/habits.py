@@ -1,0 +1,54 @@
+"""What names of transformers' `generate` and `from_pretrained` are called here, or why they have no counterpart."""
+
+from __future__ import annotations
+
+_BEAMS = "beam search is not supported, since speculative decoding verifies one continuation a row"
+_ENCODER = "specdec runs decoder-only models"
+_PROMPTS = (
+    "prompts are the first argument, as texts, chats or token ids of any lengths: "
+    'tokenizer(texts)["input_ids"] without padding, in place of **tokenizer(texts)'
+)
+_MASK = f"rows are not padded and need no mask: {_PROMPTS}"
+_DRAFT = "give the draft model when the decoder is built: draft_model=..., or draft=... to from_pretrained"
+_SAME = "the result has everything"
+HINTS = {
+    # drafting
+    "assistant_model": _DRAFT,
+    "assistant_tokenizer": "write draft_tokenizer=... when the decoder is built",
+    "num_assistant_tokens": 'write strategies=["draft-model:n_max=5"]; without n_max the length is automatic',
+    "num_assistant_tokens_schedule": 'write draft_length="auto" or draft_length="given"',
+    "assistant_confidence_threshold": 'write strategies=["draft-model:p_min=0.4"]',
+    "assistant_early_exit": 'write strategies=["early-exit"]',
+    "prompt_lookup_num_tokens": 'write strategies=["prompt-lookup:n_max=4"]',
+    "max_matching_ngram_size": 'write strategies=["prompt-lookup:ngram_max=3"]',
+    "strategy": 'write strategies=["prompt-lookup"], a list in order of priority',
+    # prompts
+    "input_ids": _PROMPTS,
+    "inputs": _PROMPTS,
+    "attention_mask": _MASK,
+    "token_type_ids": _MASK,
+    "padding": _MASK,
+    "padding_side": _MASK,
+    # text
+    "do_sample": "temperature=0 is greedy, temperature > 0 samples",
+    "max_length": "write max_new_tokens=..., which counts without the prompt",
+    "generation_config": "write its fields as options of their own, such as temperature=0.8",
+    "streamer": "write for piece in decoder.stream(prompt)",
+    "use_cache": "keys and values are always cached; keep_state=True keeps them between calls",
+    "past_key_values": "keep_state=True reuses what an earlier call has computed",
+    "return_dict_in_generate": f"{_SAME}: out.token_ids, out.texts, out.stats",
+    "output_scores": f"{_SAME}; output_logprobs=True adds log-probabilities, decoder.rounds yields p and q",
+    "output_logits": f"{_SAME}; output_logprobs=True adds log-probabilities, decoder.rounds yields p and q",
+    # loading
+    "torch_dtype": "write dtype=...",
+    "load_in_4bit": "write quantization_config=transformers.BitsAndBytesConfig(load_in_4bit=True)",
+    "load_in_8bit": "write quantization_config=transformers.BitsAndBytesConfig(load_in_8bit=True)",
+    # what there is not
+    "num_beams": _BEAMS,
+    "num_beam_groups": _BEAMS,
+    "guidance_scale": "classifier-free guidance is not supported",
+    "watermarking_config": "watermarking is not supported",
+    "penalty_alpha": "contrastive search is not supported",
+    "encoder_repetition_penalty": f"it needs an encoder, and {_ENCODER}",
+    "encoder_no_repeat_ngram_size": f"it needs an encoder, and {_ENCODER}",
+}
