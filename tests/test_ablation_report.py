@@ -21,8 +21,10 @@ from specdec.research.ablation import as_rows, merge, plots, run_ablation
 from specdec.research.ablation.compare import along, examine, reasons
 from specdec.research.ablation.summary import measured_costs, paired, predicted_speedup, summarise, theoretical_speedup
 from specdec.research.ablation.table import first_difference
+from specdec.research.ablation.tables import comparison_table
 from tests.helpers.browser import browser, find_chromium
 from tests.helpers.grid import PROMPTS, grid, save_model, save_pair
+from tests.test_plots import K1, K2, row
 
 CHROMIUM = find_chromium()
 EVIL = '<script>alert(1)</script><img src=http://x.example/a.png onerror=alert(2)> & "quotes" </pre>\x00'
@@ -66,6 +68,25 @@ def test_seeds_of_a_setting_are_pooled_and_speedups_paired(finished: Path) -> No
     assert set(compared) == {"draft k=3", "lookup k=1", "lookup k=3"}
     assert compared["draft k=3"]["against"] == "draft k=1"
     assert summary["gate"]["passed"]
+
+
+def test_settings_are_compared_with_the_first_of_their_temperature_or_with_a_named_one() -> None:
+    rows = []
+    for n in range(8):
+        for temperature in (0.0, 0.7):
+            rows += [
+                row(f"{name} T={temperature:g}", f"p{n}", records, temperature=temperature)
+                for name, records in (("a", K1), ("b", K2))
+            ]
+    summary = summarise(rows)
+    pairs = [(c["setting"], c["against"]) for c in summary["comparisons"]]
+    assert pairs == [("b T=0", "a T=0"), ("b T=0.7", "a T=0.7")]
+    named = summarise(rows, "b T=0")["comparisons"]
+    assert [(c["setting"], c["against"]) for c in named] == [(n, "b T=0") for n in ("a T=0", "a T=0.7", "b T=0.7")]
+    assert named[0]["least_p"] == 2 / 2**8 == named[0]["tokens_per_round"]["p"]
+    assert "with 8 prompts no p is below 0.0078" in comparison_table(summary).title
+    with pytest.raises(SpecdecError, match="unknown setting 'b T=1'"):
+        summarise(rows, "b T=1")
 
 
 def test_predicted_speedup_is_theory_with_the_measured_figures() -> None:
@@ -234,6 +255,11 @@ def test_merge_prints_the_table_and_json(finished: Path) -> None:
     assert done.exit_code == 0, done.output
     document = json.loads(done.stdout)
     assert document["complete"] is True
+    named = invoke("ablate", "merge", str(finished), "--baseline", "lookup k=1")
+    assert "lookup k=1" in named.stdout
+    assert "no p is below" in " ".join(named.stdout.split())
+    assert "known" in invoke("ablate", "merge", str(finished), "--baseline", "nothing").stderr
+    assert invoke("ablate", "merge", str(finished)).exit_code == 0
     assert document["gate"]["passed"] is True
     console = Console(record=True, width=120, file=io.StringIO())
     print_summary(console, document)
@@ -283,7 +309,7 @@ def test_compare_ranks_and_explains(pair: dict[str, str], tmp_path: Path) -> Non
     arguments = (
         "compare", "--target", pair["target"], "--draft", pair["target"], "--draft", pair["draft"], "--strategy",
         "prompt-lookup:ngram_min=1", "--k", "2", "--prompt", PROMPTS[0], "--prompt", PROMPTS[3], "--max-new-tokens",
-        "12", "--acceptance", "coupled", "--out", str(tmp_path), "--json",
+        "12", "--acceptance", "coupled", "--out", str(tmp_path), "--json", "--baseline", "draft",
     )  # fmt: skip
     done = invoke(*arguments)
     assert done.exit_code == 0, done.output
@@ -300,6 +326,9 @@ def test_compare_ranks_and_explains(pair: dict[str, str], tmp_path: Path) -> Non
     assert any(r.startswith("size:") for r in own["reasons"])
     assert found["draft"]["facts"]["distributions"]["agreement"] < 1.0
     assert found["prompt-lookup:ngram_min=1"]["facts"] is None
+    assert {(c["setting"], c["against"]) for c in result["comparisons"]} == {
+        ("target", "draft"), ("prompt-lookup:ngram_min=1", "draft"),
+    }  # fmt: skip
     assert result["gate"]["passed"]
     again = json.loads(invoke(*arguments).stdout)
     assert again["candidates"][0]["tokens_per_second"] == result["candidates"][0]["tokens_per_second"], "it ran again"

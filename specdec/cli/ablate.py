@@ -18,9 +18,12 @@ from specdec.research.ablation.config import load_ablation
 from specdec.research.ablation.merge import REPORT, check_packages, merge
 from specdec.research.ablation.report import EVERY_ROW_FAILED
 from specdec.research.ablation.runner import run_ablation
-from specdec.research.ablation.store import Plan, read_manifest
-from specdec.research.ablation.tables import settings_table
+from specdec.research.ablation.store import Plan, cell_to_dict, read_manifest
+from specdec.research.ablation.summary import check_baseline
+from specdec.research.ablation.table import labels
+from specdec.research.ablation.tables import comparison_table, settings_table
 
+Baseline = Annotated[str | None, typer.Option(help="Compare the others with this setting, by prompt.")]
 FAILED = 1
 SHOWN = 10
 
@@ -50,6 +53,7 @@ def run(
     extend: Annotated[bool, typer.Option("--extend", help="Resume although the config or a version changed.")] = False,
     shard: Annotated[str | None, typer.Option(help="Part of the work of this process, such as 0/4.")] = None,
     retry_errors: Annotated[bool, typer.Option("--retry-errors", help="Run rows again that failed.")] = False,
+    baseline: Baseline = None,
     as_json: AsJson = False,
 ) -> None:
     """Run what is missing, then write table.parquet, summary.json and report.html.
@@ -61,23 +65,25 @@ def run(
     settings = load_ablation(config)
     check_writable(out, "--out", folder=True)
     plan = Plan.make(settings)
+    check_baseline(baseline, labels([cell_to_dict(cell) for cell in plan.cells]).values())
     steps = sum(-(-len(plan.prompts) // cell.batch_size) for cell in plan.cells)
     with output.progress("ablation", steps) as advance:
         run_ablation(settings, out, shard, extend, retry_errors, advance)
-    _finish(merge(out), out, as_json)
+    _finish(merge(out, baseline=baseline), out, as_json)
 
 
 @app.command("merge")
 def merge_(
     folder: Annotated[Path, typer.Argument(help="The ablation's folder.")],
     partial: Annotated[bool, typer.Option("--partial", help="Also while rows are missing.")] = False,
+    baseline: Baseline = None,
     as_json: AsJson = False,
 ) -> None:
     """Make table.parquet, summary.json and report.html of what the processes of a launch have written."""
     check_packages()
     read_manifest(folder)  # a folder that is no ablation's is not made
     check_writable(folder, "the folder", folder=True)
-    _finish(merge(folder, partial), folder, as_json)
+    _finish(merge(folder, partial, baseline), folder, as_json)
 
 
 def _finish(summary: Mapping[str, Any] | None, folder: Path, as_json: bool) -> None:
@@ -102,6 +108,8 @@ def print_summary(console: Console, summary: Mapping[str, Any]) -> None:
     styles = ["bold red" if entry["differing"] else "" for entry in summary["settings"].values()]
     shown = settings_table(summary).without("without prefill", "p", "rows", "errors")
     console.print(output.rendered(shown, styles, whole_names=False))
+    if summary.get("baseline") is not None and summary["comparisons"]:
+        console.print(output.rendered(comparison_table(summary), whole_names=False))
     print_gate(console, summary["gate"])
     if sum(entry["rows"] for entry in summary["errors"]) == summary["rows"]:
         console.print(EVERY_ROW_FAILED, style="bold red")

@@ -20,6 +20,7 @@ from specdec.files.texts import check_writable
 from specdec.research.ablation.compare import compare as run_compare
 from specdec.research.ablation.compare import compare_config
 from specdec.research.ablation.merge import check_packages
+from specdec.research.ablation.tables import comparison_table
 from specdec.research.bench.tables import Table, interval
 from specdec.stats import PER_TESTED, RATES
 
@@ -43,6 +44,7 @@ def compare(
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
     draft_dtype: Annotated[str | None, typer.Option(help="The drafts' dtype.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for rows, table and report; resumes if it exists.")] = None,
+    baseline: Annotated[str | None, typer.Option(help="Compare the others with this candidate, by prompt.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Rank drafts and strategies for one target on the same prompts, with the reasons that fit.
@@ -65,7 +67,7 @@ def compare(
     with ExitStack() as stack:
         folder = out or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="specdec-compare-")))
         with output.progress("comparing") as advance:
-            result = run_compare(config, folder, advance)
+            result = run_compare(config, folder, advance, baseline)
     if as_json:
         output.print_json(result)
     else:
@@ -86,6 +88,8 @@ def _print(console: Console, result: Mapping[str, Any]) -> None:
         rows.append([entry["name"], *speeds, *rates, output.number(entry["cost_ratio"], 3), advice])
     console.print(output.rendered(Table(title, heads, rows), whole_names=False))
     _print_acceptance(console, result["candidates"])
+    if result.get("comparisons"):
+        console.print(output.rendered(comparison_table(result), whole_names=False))
     for entry in result["candidates"]:
         for reason in entry["reasons"]:
             console.print(f"[bold]{escape(entry['name'])}[/]: {escape(reason)}", soft_wrap=True)

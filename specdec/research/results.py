@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.errors import SpecdecError, unknown_name
-from specdec.research.ablation.summary import FIGURES, SUMMED, compare_settings, setting_figures
+from specdec.research.ablation.summary import FIGURES, SUMMED, check_baseline, compare_settings, setting_figures
 from specdec.research.ablation.table import AS_THEY_ARE, TIMES, Row, as_rows, figures
 from specdec.research.bootstrap import Interval, ratio
 from specdec.research.results_table import ResultTable
@@ -110,8 +110,7 @@ class Results:
         groups: dict[str, list[Row]] = defaultdict(list)
         for row in self.rows:
             groups[row["setting"]].append(row)
-        if baseline not in groups:
-            raise unknown_name("setting", baseline, groups)
+        check_baseline(baseline, groups)
         made = []
         for name, group in groups.items():
             if name != baseline and group[0]["drafts"]:

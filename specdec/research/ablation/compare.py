@@ -22,7 +22,13 @@ from specdec.research.ablation.config import PLAIN, AblationConfig, Cell
 from specdec.research.ablation.merge import merge
 from specdec.research.ablation.runner import Progress, run_ablation
 from specdec.research.ablation.store import Store, read_checked
-from specdec.research.ablation.summary import by_setting, setting_figures, theoretical_speedup
+from specdec.research.ablation.summary import (
+    by_setting,
+    check_baseline,
+    compare_settings,
+    setting_figures,
+    theoretical_speedup,
+)
 from specdec.research.ablation.table import Row, table_of
 from specdec.research.offline.forcing import read_pair
 from specdec.stats import PER_TESTED
@@ -81,8 +87,12 @@ def _names(drafts: Sequence[str]) -> list[str]:
     return short if len(set(short)) == len(short) else list(drafts)
 
 
-def compare(config: AblationConfig, out: Path, progress: Progress = lambda what: None) -> dict[str, Any]:
-    """Run what is missing in `out`, and rank. Plain data: `candidates` from the fastest to the slowest, `gate`."""
+def compare(
+    config: AblationConfig, out: Path, progress: Progress = lambda what: None, baseline: str | None = None
+) -> dict[str, Any]:
+    """Run what is missing in `out`, and rank. Plain data: `candidates` from the fastest to the slowest, `gate`; with a
+    baseline, the name of a candidate, `comparisons` of the others with it. Raises SpecdecError for an unknown one."""
+    check_baseline(baseline, [n for n in (*config.pairs, *config.strategies) if n not in (ALONE, "draft-model")])
     run_ablation(config, out, progress=progress, examine=examine)
     summary = merge(out)
     assert summary is not None  # one process ran all rows
@@ -91,8 +101,12 @@ def compare(config: AblationConfig, out: Path, progress: Progress = lambda what:
     rows = table_of(manifest, store)[0]
     groups = [group for group in by_setting(rows).values() if group[0]["drafts"]]
     made = [candidate(group, rows, facts.get(group[0]["pair"])) for group in groups]
+    named = {c["name"]: group for c, group in zip(made, groups, strict=True)}
+    others = [name for name in named if baseline not in (None, name)]
+    compared = [compare_settings(name, named[name], baseline, named[baseline]) for name in others] if baseline else []
     made.sort(key=lambda c: -((c["decode_speedup"] or {}).get("value") or 0.0))
-    return {**{k: summary[k] for k in ("date", "commit", "versions", "machine", "gate", "errors")}, "candidates": made}
+    head = {k: summary[k] for k in ("date", "commit", "versions", "machine", "gate", "errors")}
+    return {**head, "candidates": made, **({"comparisons": compared} if baseline is not None else {})}
 
 
 def candidate(group: Sequence[Row], rows: Sequence[Row], facts: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -22,11 +22,11 @@ def check_packages() -> None:
     need_matplotlib()
 
 
-def merge(folder: Path, partial: bool = False) -> dict[str, Any] | None:
+def merge(folder: Path, partial: bool = False, baseline: str | None = None) -> dict[str, Any] | None:
     """Write table.parquet, summary.json and report.html, and return the summary.
 
     partial: also while rows are missing; without it nothing is written then, and None is returned. Raises SpecdecError
-    for a folder without any row.
+    for a folder without any row, and for a baseline (`summarise`) that is no setting of it.
     """
     manifest, store = read_checked(folder), Store(folder).read()
     rows, missing = table_of(manifest, store)
@@ -35,7 +35,7 @@ def merge(folder: Path, partial: bool = False) -> dict[str, Any] | None:
     if not rows:
         raise SpecdecError(f"{folder} has no rows yet")
     head = {name: manifest[name] for name in ("date", "commit", "versions", "machine")}
-    made = {**head, "missing": missing, "runner": store.overhead(), **summarise(rows)}
+    made = {**head, "missing": missing, "runner": store.overhead(), **summarise(rows, baseline)}
     write_table(rows, folder / TABLE)
     write_file(folder / SUMMARY, json.dumps(made, indent=1) + "\n", "summary")
     write_file(folder / REPORT, render(manifest, rows, made), "report")

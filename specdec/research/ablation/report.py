@@ -121,7 +121,8 @@ def _settings(summary: Mapping[str, Any]) -> str:
 def _comparisons(summary: Mapping[str, Any]) -> str:
     if not summary["comparisons"]:
         return "<p>One setting drafts: there is nothing to compare.</p>"
-    return _table(comparison_table(summary))
+    made = comparison_table(summary)
+    return f"<p>{text(made.title)}</p>" * bool(made.title) + _table(made)
 
 
 def _plots(rows: Sequence[Row]) -> list[str]:

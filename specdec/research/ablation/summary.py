@@ -2,16 +2,18 @@
 
 A setting is a cell without its seed. Speed-ups are paired with plain decoding of the same prompts and seeds; `speedup`
 is of whole calls, `decode_speedup` without their prefill, which is what theory predicts. The comparison of settings is
-paired as well, against the first setting of the pair that drafts.
+paired as well, against a baseline: the first setting of the same pair and temperature that drafts, or a named
+one.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from specdec import theory
+from specdec.errors import unknown_name
 from specdec.research.ablation.table import Row
 from specdec.research.bootstrap import Interval, difference, least_p, ratio, ratio_of_ratios, sign_flip_test
 from specdec.stats import with_old_names
@@ -30,16 +32,22 @@ SUMMED = (
 )  # fmt: skip
 
 
-def summarise(rows: Sequence[Row]) -> dict[str, Any]:
-    """Plain data for JSON: `settings` in the order of the grid, `categories`, `comparisons`, `gate`, `errors`."""
+def summarise(rows: Sequence[Row], baseline: str | None = None) -> dict[str, Any]:
+    """Plain data for JSON: `settings` in the order of the grid, `categories`, `comparisons`, `gate`, `errors`.
+
+    baseline: the setting that the others are compared with; None = the first one of their pair and temperature that
+        drafts. Raises SpecdecError for one that is not there.
+    """
     groups = by_setting(rows)
+    check_baseline(baseline, groups)
     return {
         "rows": len(rows),
+        "baseline": baseline,
         "errors": _errors(rows),
         "gate": gate(rows),
         "settings": {name: setting_figures(group, rows) for name, group in groups.items()},
         "categories": {name: _categories(group) for name, group in groups.items()},
-        "comparisons": _comparisons(groups),
+        "comparisons": _comparisons(groups, baseline),
     }
 
 
@@ -182,14 +190,21 @@ def theoretical_speedup(costs: Mapping[str, float], k: int) -> float:
     return (1 + gain) / (1 + costs["drafted_share"] * k * per_token)
 
 
-def _comparisons(groups: Mapping[str, Sequence[Row]]) -> list[dict[str, Any]]:
-    """Every drafting setting against the first of its pair, on the same prompts and seeds."""
-    first: dict[str, str] = {}
+def check_baseline(baseline: str | None, settings: Iterable[str]) -> None:
+    """Raise SpecdecError for a baseline that is no setting."""
+    known = list(settings)
+    if baseline is not None and baseline not in known:
+        raise unknown_name("setting", baseline, known)
+
+
+def _comparisons(groups: Mapping[str, Sequence[Row]], baseline: str | None) -> list[dict[str, Any]]:
+    """Every drafting setting against the baseline, on the same prompts and seeds."""
+    first: dict[Any, str] = {}
     made = []
     for name, group in groups.items():
         if not group[0]["drafts"]:
             continue
-        base = first.setdefault(group[0]["pair"], name)
+        base = baseline or first.setdefault((group[0]["pair"], group[0].get("temperature")), name)
         if base != name:
             made.append(compare_settings(name, group, base, groups[base]))
     return made

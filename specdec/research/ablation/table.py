@@ -45,7 +45,7 @@ def build_table(folder: Path) -> tuple[list[Row], int]:
 
 def table_of(manifest: Mapping[str, Any], store: Store) -> tuple[list[Row], int]:
     """The rows that the description asks for, and how many of them are missing."""
-    names = _labels(manifest["cells"])
+    names = labels(manifest["cells"])
     rows, missing = [], 0
     for cell in manifest["cells"]:
         for prompt in manifest["prompts"]:
@@ -58,7 +58,7 @@ def table_of(manifest: Mapping[str, Any], store: Store) -> tuple[list[Row], int]
     return rows, missing
 
 
-def _labels(cells: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+def labels(cells: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """A setting in words, by cell: what differs between the cells, the seed left out."""
     columns = {c["key"]: _settings(c) for c in cells}
     axes = [n for n in dict.fromkeys(n for v in columns.values() for n in v) if n not in ("seed", "strategies")]
@@ -66,15 +66,15 @@ def _labels(cells: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     seen["acceptance"].discard("None")  # of the references, which accept nothing
     varying = [name for name, values in seen.items() if len(values) > 1]
     short = _short(varying)
-    labels = {}
+    found = {}
     for key, values in columns.items():
         parts = [str(values["pair"])] if "pair" in varying else []
         parts.append(str(values["strategies"]))
         for name in varying:
             if name != "pair" and values.get(name) is not None:
                 parts.append(str(values[name]) if name == "acceptance" else f"{short[name]}={_value(values[name])}")
-        labels[key] = " ".join(parts)
-    return labels
+        found[key] = " ".join(parts)
+    return found
 
 
 def _short(axes: Sequence[str]) -> dict[str, str]:

@@ -28,7 +28,7 @@ def settings_table(summary: Mapping[str, Any]) -> Table:
 
 
 def comparison_table(summary: Mapping[str, Any]) -> Table:
-    """Paired differences of the settings that draft."""
+    """Paired differences of the settings that draft; the title says what p cannot fall below."""
     heads = ["setting", "against"]
     for name in COMPARED:
         heads += [f"{_IN_WORDS.get(name) or name.replace('_', ' ')}: difference", "p"]
@@ -38,7 +38,10 @@ def comparison_table(summary: Mapping[str, Any]) -> Table:
         for name in COMPARED:
             cells += [interval(entry[name]), p_value(entry[name]["p"])]
         rows.append(cells)
-    return Table("", heads, rows)
+    least = [entry["least_p"] for entry in summary["comparisons"] if entry.get("least_p") is not None]
+    fewest = min((entry["clusters"] for entry in summary["comparisons"]), default=0)
+    title = f"paired; with {fewest} prompts no p is below {max(least):.2g}, not corrected for many comparisons"
+    return Table(title if least else "", heads, rows)
 
 
 def category_table(summary: Mapping[str, Any]) -> Table:
