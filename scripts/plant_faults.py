@@ -35,8 +35,8 @@ ACCEPTANCE = "decoding/acceptance.py"
 RESIDUAL = "torch.where(rejected[:, None] & (mass > 0), residual / mass, p)"
 FAULTS = (
     Fault(
-        "residual without clamp", ACCEPTANCE, "residual = (p - q).clamp(min=0)\n    mass", "residual = p - q\n    mass",
-        ("tests/test_reference.py",),
+        "residual without clamp", ACCEPTANCE, "residual = (weight[:, None] * p - q).clamp(min=0)",
+        "residual = weight[:, None] * p - q", ("tests/test_reference.py",),
     ),
     Fault("bonus token from q", ACCEPTANCE, RESIDUAL, RESIDUAL.replace(", p)", ", q)"), ("tests/test_reference.py",)),
     Fault(

@@ -351,8 +351,8 @@ def test_a_registered_rule_is_found_by_name_and_an_unknown_one_is_named(monkeypa
     rule = register_rule(BROKEN_RULES["accept-all"])
     assert find_rule("accept-all") is rule
     assert find_rule(LEVIATHAN) is LEVIATHAN
-    with pytest.raises(SpecdecError, match=r"'typical'.*leviathan.*match"):
-        find_rule("typical")
+    with pytest.raises(SpecdecError, match=r"'medusa'.*leviathan.*match"):
+        find_rule("medusa")
 
 
 def test_results_of_a_lossy_rule_are_marked() -> None:

@@ -365,10 +365,15 @@ def residual_token(block: Block, column: Tensor) -> Tensor:
         left = reject_siblings(block, column)
         position = block.positions + pick(block.tree.depths, column)
         return race(left.residual, _next_stream(block, position, left.rejected))
-    assert block.has_q is not None
+    return _sample_residual(block, column, torch.ones_like(block.p[:, 0, 0]))
+
+
+def _sample_residual(block: Block, column: Tensor, weight: Tensor) -> Tensor:
+    """Sample norm(max(0, weight p - q)) in rows whose draft goes on at `column`, and p in the others, [B]."""
+    assert block.q is not None and block.has_q is not None
     rejected = (column < block.lengths) & block.has_q
     p, q = pick(block.p, column), pick(block.q, column)  # [B, V]
-    residual = (p - q).clamp(min=0)
+    residual = (weight[:, None] * p - q).clamp(min=0)
     mass = residual.sum(dim=-1, keepdim=True)
     # Rows without q get here as well: their sample of p with the SAMPLE stream is the one `match` compares with.
     # Normalised: weights below float32's smallest normal number would lose their race to tokens of weight zero.
@@ -478,13 +483,7 @@ def block_residual_token(block: Block, column: Tensor) -> Tensor:
     """Return a sample of norm(max(0, w p - q)) where the draft goes on after the accepted prefix, else of p, [B]."""
     if block.q is None or block.sampling.greedy:
         return own_token(block, column)
-    assert block.has_q is not None
-    rejected = (column < block.lengths) & block.has_q
-    p, q = pick(block.p, column), pick(block.q, column)  # [B, V]
-    residual = (pick(prefix_weights(block), column)[:, None] * p - q).clamp(min=0)
-    mass = residual.sum(dim=-1, keepdim=True)
-    weights = torch.where(rejected[:, None] & (mass > 0), residual / mass, p)
-    return race(weights, _next_stream(block, block.positions + column, rejected))
+    return _sample_residual(block, column, pick(prefix_weights(block), column))
 
 
 # -- rules by name -----------------------------------------------------------------------------------------------------
