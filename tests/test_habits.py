@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -80,6 +81,20 @@ def test_what_a_tokenizer_returned_is_no_prompt(padded: bool, decoder: Speculati
     assert "rows are not padded" in mask
     assert "no prompts" in message(decoder.generate)
     assert decoder.generate(ids, 2).token_ids == decoder.generate(["import os", "a"], 2).token_ids
+
+
+@pytest.mark.parametrize("as_array", [torch.tensor, np.array])
+def test_padded_rows_of_a_tensor_are_refused(as_array: Callable[..., Any], decoder: SpeculativeDecoder) -> None:
+    """Without a mask, so that nothing but the ids can say it; a list of ids is taken as it stands."""
+    model, tokenizer = decoder.target.model, load_pair("demo-target").tokenizer
+    tokenizer.pad_token, tokenizer.bos_token, tokenizer.eos_token = tokenizer.convert_ids_to_tokens([7, 8, 9])
+    padding = SpeculativeDecoder(model, tokenizer=tokenizer, strategies=[], check=False)
+    for row in ([7, 5, 6], [5, 6, 7]):
+        assert "prompt 1 is padded (token id 7)" in message(padding.generate, as_array([[1, 2, 3], row]))
+        assert len(padding.generate([[1, 2, 3], row], 1)) == 2
+    assert len(padding.generate(as_array([[8, 7, 9]]), 1)) == 1
+    tokenizer.bos_token = tokenizer.eos_token = tokenizer.pad_token  # one token for all three
+    assert len(padding.generate(as_array([[7, 5, 7]]), 1)) == 1
 
 
 def test_configs_the_command_line_and_loading_give_the_same_hints(tmp_path: Path) -> None:
