@@ -9,9 +9,13 @@ import numpy as np
 import pyarrow
 import pytest
 
+from specdec import STRATEGIES, Results
+from specdec.cli.output import colours
 from specdec.errors import SpecdecError
 from specdec.research.ablation import plots
 from specdec.research.ablation.table import figures
+from specdec.research.colours import STRATEGY_COLOURS, colour_of, luminance, on_any_ground, tint
+from specdec.research.facets import facets
 
 # Rounds as (strategy, drafted, accepted). Every text has 12 tokens.
 PLAIN = [(None, 0, 0)] * 12
@@ -179,3 +183,63 @@ def test_an_absurd_k_costs_no_more_than_another_one(rows: list[Any]) -> None:
     xs = list(theory.get_xdata())
     assert (len(xs), xs[0], xs[-1]) == (plots.THEORY_POINTS, 1, 10**15)
     assert "whole number" in said(plots.speedup_against_k, [{**r, "k": "many"} if r.get("k") else r for r in rows])
+
+
+# -- tables, filters, panels, axes ------------------------------------------------------------------------------------
+
+
+def test_a_plot_takes_results_and_a_filtered_data_frame_and_keeps_its_speed_ups(rows: list[Any]) -> None:
+    pytest.importorskip("pandas")
+    frame = Results.load(rows).to_pandas()
+    whole = lines(plots.speedup_against_k(Results.load(rows)))
+    assert lines(plots.speedup_against_k(frame[frame.drafts])) == whole
+    assert plots.cost_acceptance_pareto(frame[frame.drafts & (frame.setting != "lookup")]).axes
+    few = lines(plots.acceptance_by_position(rows, where={"k": [1]}))
+    assert set(few) == {"draft k=1"} == set(lines(plots.acceptance_by_position(rows, where=lambda r: r["k"] == 1)))
+    with pytest.raises(SpecdecError, match="acceptance_by_position: where: no row that drafts"):
+        plots.acceptance_by_position(rows, where={"k": 77})
+
+
+def test_all_settings_are_drawn_in_panels_and_into_given_axes(rows: list[Any], tmp_path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    named = [{**r, "strategies": r["setting"].split()[0]} for r in rows]
+    many = [{**r, "setting": f"{r['setting']} {i}"} for i in range(10) for r in named]
+    figure = plots.acceptance_by_position(many, panel="strategies")
+    assert [a.get_title() for a in figure.axes] == ["strategies = draft", "strategies = lookup"]
+    drawn = [len(a.get_legend_handles_labels()[1]) for a in figure.axes]
+    assert drawn == [20, 10]
+    mine = Figure()
+    axes = mine.add_subplot()
+    assert plots.accepted_length_histogram(rows, ax=axes) is mine
+    assert axes.get_xlabel()
+    for ending in ("svg", "pdf"):
+        mine.savefig(tmp_path / f"a.{ending}")
+        assert (tmp_path / f"a.{ending}").stat().st_size > 1000
+
+
+def test_facets_draw_any_figure_against_any_axis(rows: list[Any]) -> None:
+    both = [{**r, "category": c, "prompt": r["prompt"] + c} for c in ("x", "y") for r in rows]
+    figure = facets(both, "draft_acceptance_rate", x="position", colour="strategy", panel="category")
+    assert [a.get_title() for a in figure.axes] == ["category = x", "category = y"]
+    x, y = lines(figure)["draft-model"]
+    assert y == [pytest.approx((8 + 8) / (16 + 10)), pytest.approx(6 / 10)]
+    assert x == [1 - 0.25, 2 - 0.25], "beside the other strategy's"
+    [line] = [h.lines[0] for h in figure.axes[0].containers if h.get_label() == "draft-model"]
+    assert line.get_color() == STRATEGY_COLOURS["draft-model"]
+    with pytest.raises(SpecdecError, match="figure 'speed'"):
+        facets(rows, "speed")
+
+
+# -- colours ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_strategy_has_one_colour_that_is_readable_everywhere() -> None:
+    assert set(STRATEGY_COLOURS) == set(STRATEGIES), "each built-in strategy has its own"
+    assert len(set(STRATEGY_COLOURS.values())) == len(STRATEGY_COLOURS)
+    assert colours(["suffix"]) == {"suffix": on_any_ground(STRATEGY_COLOURS["suffix"])}
+    assert colour_of("my:Own") == colour_of("my:Own")
+    for colour in STRATEGY_COLOURS.values():
+        text, ground = luminance(on_any_ground(colour)), luminance(tint(colour))
+        assert min(1.05 / (text + 0.05), (text + 0.05) / 0.05) > 4.3
+        assert (ground + 0.05) / (luminance("#1C1E21") + 0.05) > 7, "dark text on the page's tint"

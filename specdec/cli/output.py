@@ -20,9 +20,9 @@ from transformers.utils import logging as transformers_logging
 
 from specdec.research.bench import tables
 from specdec.research.bench.tables import figure as number
+from specdec.research.colours import colour_of, on_any_ground
 from specdec.stats import RATES
 
-COLOURS = ("green", "cyan", "magenta", "yellow", "blue", "red")
 WIDTH = 120  # of tables where the output is not a terminal
 
 
@@ -109,8 +109,8 @@ def facts(entries: Mapping[str, Any], **styles: str) -> Table:
 
 
 def colours(strategies: Sequence[str]) -> dict[str, str]:
-    """One colour a strategy."""
-    return {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(strategies)}
+    """One colour a strategy, as in plots (research/colours.py)."""
+    return {name: on_any_ground(colour_of(name)) for name in strategies}
 
 
 def coloured(tokenizer: Any, ids: Sequence[int], origins: Sequence[str | None], palette: Mapping[str, str]) -> Text:

@@ -20,7 +20,7 @@ from typing import Any
 
 from specdec.errors import SpecdecError, unknown_name
 from specdec.research.ablation.summary import FIGURES, SUMMED, check_baseline, compare_settings, setting_figures
-from specdec.research.ablation.table import AS_THEY_ARE, TIMES, Row, as_rows, figures
+from specdec.research.ablation.table import AS_THEY_ARE, REFERENCE, TIMES, Row, as_rows, figures
 from specdec.research.bootstrap import Interval, ratio
 from specdec.research.results_table import ResultTable
 from specdec.research.traces.records import trace_rows
@@ -33,7 +33,18 @@ ALIASES = {"chain": "strategies", "rule": "acceptance"}
 COUNTED = (
     "rounds", "drafted_rounds", "draft_tokens", "tested_tokens", "accepted_tokens", "generated_tokens",
 )  # fmt: skip
-MEASURED = {*figures({}), *TIMES, *AS_THEY_ARE, "cell", "plain", "call", "comparable", "status", "error"}
+MEASURED = {
+    *figures({}),
+    *(f"plain_{name}" for name in REFERENCE),
+    *TIMES,
+    *AS_THEY_ARE,
+    "cell",
+    "plain",
+    "call",
+    "comparable",
+    "status",
+    "error",
+}
 SPEEDS = ("speedup", "decode_speedup")
 Counts = dict[str, float]
 Key = tuple[Any, ...]
@@ -64,7 +75,7 @@ class Results:
     def dimensions(self) -> list[str]:
         """What `by` and `where` take."""
         plain = (str, int, float, bool, type(None))
-        names = [n for n in self.rows[0] if n not in (*MEASURED, *ROUNDS)]
+        names = dict.fromkeys(n for r in self.rows for n in r if n not in (*MEASURED, *ROUNDS))
         return [*ROUNDS, *(n for n in names if all(isinstance(r.get(n), plain) for r in self.rows))]
 
     def where(self, keep: Callable[[Row], bool] | None = None, **values: Any) -> Results:
@@ -119,8 +130,9 @@ class Results:
         return ResultTable(("setting", "against"), made)
 
     def to_pandas(self) -> Any:
-        """A data frame with a row per prompt and setting. Raises SpecdecError without pandas."""
-        return ResultTable((), self._flat()).to_pandas()
+        """A data frame with a row per prompt and setting, which the plots take, also filtered. Raises SpecdecError
+        without pandas."""
+        return ResultTable((), self.rows).to_pandas()
 
     def to_csv(self, path: str | Path | None = None) -> str:
         """The rows as CSV, without their texts' ids and rounds; returned, and written where `path` is given."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
-from specdec.errors import SpecdecError
+from specdec.errors import SpecdecError, unknown_name
+from specdec.research.ablation.look import Look, finish, make_axes, panels
 from specdec.research.ablation.summary import SUMMED
 from specdec.research.ablation.table import Row, as_rows
 
@@ -18,25 +19,54 @@ ROUNDS = ("drafted_rounds",)  # by which a plot knows the rows that drafted
 PAIRED = ("cell", "plain", "pair", "seed", "batch_size", "call", "equals_plain", *SUMMED)  # for speed-ups over plain
 
 
-def of_table(*columns: str) -> Callable[[Callable[..., Figure]], Callable[..., Figure]]:
-    """A plot of rows -> a plot of a results table in any form, which has rows, these columns, and a row that did not
-    fail; else SpecdecError, which names the plot."""
+def of_table(*columns: str) -> Callable[[Callable[..., None]], Callable[..., Figure]]:
+    """A plot of rows into axes -> a figure of a results table in any form, which has rows, these columns, and a row
+    that did not fail; else SpecdecError, which names the plot."""
 
-    def decorate(plot: Callable[..., Figure]) -> Callable[..., Figure]:
+    def decorate(plot: Callable[..., None]) -> Callable[..., Figure]:
         needed = tuple(dict.fromkeys((*COMMON, *columns)))
 
         @wraps(plot)
-        def checked(results: Any, *arguments: Any, **options: Any) -> Figure:
+        def checked(
+            results: Any, ax: Any = None, where: Any = None, panel: str | None = None, **options: Any
+        ) -> Figure:  # fmt: skip
             try:
                 rows = as_rows(results)
                 _check(rows, needed)
-                return plot(rows, *arguments, **options)
+                rows = filtered(rows, where)
+                parts, look = panels(rows, panel), Look(rows)
+                if ax is not None and len(parts) > 1:
+                    raise SpecdecError("ax and panel: give axes for one panel, and `where` for its rows")
+                figure, axes = make_axes(len(parts)) if ax is None else (None, [ax])
+                for place, (title, own) in zip(axes, parts.items(), strict=True):
+                    plot(own, place, look, **options)
+                    place.set_title(title, fontsize=10)
+                finish(axes, figure)
+                return axes[0].figure
             except SpecdecError as error:
                 raise SpecdecError(f"{plot.__name__}: {error}") from error
 
         return checked
 
     return decorate
+
+
+def filtered(rows: list[Row], where: Any) -> list[Row]:
+    """The rows that a filter keeps, with plain decoding's. Raises SpecdecError where nothing drafts any more."""
+    if where is None:
+        return rows
+    if isinstance(where, Mapping):
+        wanted = {n: v if isinstance(v, (list, tuple, set)) else [v] for n, v in where.items()}
+        known = dict.fromkeys(n for r in rows for n in r)
+        unknown = [n for n in wanted if n not in known]
+        if unknown:
+            raise unknown_name("column", unknown[0], known)
+        kept = [r for r in rows if not r["drafts"] or all(r.get(n) in v for n, v in wanted.items())]
+    else:
+        kept = [r for r in rows if not r["drafts"] or where(r)]
+    if not any(r["drafts"] for r in kept):
+        raise SpecdecError(f"where: no row that drafts is left by {where!r}")
+    return kept
 
 
 def _check(rows: Sequence[Row], needed: Sequence[str]) -> None:

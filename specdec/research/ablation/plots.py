@@ -1,4 +1,8 @@
-"""Plots of a results table: rows, a pyarrow Table, a Parquet file or an ablation's folder -> a matplotlib Figure.
+"""Plots of a results table: rows, `Results`, a pandas or pyarrow table, a Parquet file or an ablation's folder -> a
+matplotlib Figure.
+
+All take `where` (a mapping of column -> value or list of values, or a function of a row), `panel` (a column: one panel
+a value) and `ax` (axes of the caller's). Settings have shades of their strategy's colour.
 
 Figures are made without pyplot: nothing is shown, no backend is chosen and no global state is kept. Curves with
 intervals have them over prompts (research/bootstrap.py). A table without rows, without the columns that a plot needs,
@@ -15,6 +19,7 @@ import numpy as np
 
 from specdec.config import check_whole
 from specdec.errors import SpecdecError
+from specdec.research.ablation.look import Look
 from specdec.research.ablation.plot_table import PAIRED, ROUNDS, of_table
 from specdec.research.ablation.summary import (
     by_setting,
@@ -26,6 +31,7 @@ from specdec.research.ablation.summary import (
 )
 from specdec.research.ablation.table import Row
 from specdec.research.bootstrap import ratio
+from specdec.research.colours import colour_of
 from specdec.stats import RoundRecord
 
 if TYPE_CHECKING:
@@ -33,47 +39,45 @@ if TYPE_CHECKING:
 
 LEAST_TESTED = 5  # tokens of a point that is plotted
 TIME_BINS, CONTEXT_BINS = 12, 8
-FEW = 5  # entries of a legend inside the axes
 THEORY_POINTS = 256  # at most, of a theory's line
 
 
 @of_table(*ROUNDS, "reached", "tested")
-def acceptance_by_position(rows: list[Row]) -> Figure:
+def acceptance_by_position(rows: list[Row], axes: Any, look: Look) -> None:
     """Acceptance of a tested token by position in the draft, one line per setting, 95 % intervals."""
-    figure, axes = _figure("position in the draft", "acceptance of a tested token")
+    _label(axes, "position in the draft", "acceptance of a tested token")
     for name, group in _drafting(rows).items():
         points = []
         for i in range(max(len(r["tested"]) for r in group)):
             counts = _by_prompt([(r["prompt"], _at(r["reached"], i), _at(r["tested"], i)) for r in group])
             if sum(counts[1]) >= LEAST_TESTED:
                 points.append((i + 1, ratio(*counts)))
-        _line(axes, name, points)
+        _line(axes, look, name, points, look.shift(name))
     axes.set_ylim(0, 1.02)
     axes.xaxis.get_major_locator().set_params(integer=True)
-    return _finished(figure, axes)
 
 
 @of_table(*ROUNDS, "acceptance_histogram")
-def accepted_length_histogram(rows: list[Row]) -> Figure:
+def accepted_length_histogram(rows: list[Row], axes: Any, look: Look) -> None:
     """Share of the drafted rounds by the number of accepted tokens."""
-    figure, axes = _figure("accepted drafts of a round", "share of drafted rounds")
+    _label(axes, "accepted drafts of a round", "share of drafted rounds")
     groups = _drafting(rows)
     width = 0.8 / max(1, len(groups))
     for index, (name, group) in enumerate(groups.items()):
         longest = max(len(r["acceptance_histogram"]) for r in group)
         counts = np.array([[_at(r["acceptance_histogram"], i) for i in range(longest)] for r in group]).sum(axis=0)
         places = np.arange(longest) + (index - (len(groups) - 1) / 2) * width
-        axes.bar(places, counts / max(1, counts.sum()), width, label=name)
+        axes.bar(places, counts / max(1, counts.sum()), width, label=name, color=look.colour(name))
     axes.xaxis.get_major_locator().set_params(integer=True)
-    return _finished(figure, axes)
 
 
 @of_table(*PAIRED)
-def speedup_against_k(rows: list[Row]) -> Figure:
+def speedup_against_k(rows: list[Row], axes: Any, look: Look) -> None:
     """Measured speed-up over plain decoding, prefill left out, against the axis `k`, with intervals; as a dashed
     line, what theory gives for the acceptance, costs and share of drafted rounds measured at the middle k."""
     groups = by_setting(rows)
     curves: dict[str, list[tuple[int, Any]]] = defaultdict(list)
+    drawn: dict[str, str] = {}  # a curve -> one of its settings
     for setting, group in groups.items():
         if group[0]["drafts"] and group[0].get("k") is not None:
             check_whole("the column k", group[0]["k"], 1)
@@ -81,23 +85,24 @@ def speedup_against_k(rows: list[Row]) -> Figure:
             name = " ".join(part for part in setting.split() if not part.startswith("k="))
             if found.get("decode_speedup") is not None:
                 curves[name].append((group[0]["k"], found))
+                drawn[name] = setting
     if not curves:
         raise SpecdecError("the results table has no drafting setting with an axis k and plain rows")
-    figure, axes = _figure("draft length k", "speed-up over plain decoding")
+    _label(axes, "draft length k", "speed-up over plain decoding")
+    colours = Look([{**groups[setting][0], "setting": name} for name, setting in drawn.items()])
     for name, points in curves.items():
         points.sort(key=lambda point: point[0])
-        line = _line(axes, name, [(k, found["decode_speedup"]) for k, found in points])
+        line = _line(axes, colours, name, [(k, found["decode_speedup"]) for k, found in points])
         costs = points[len(points) // 2][1]["costs"]
         if costs is not None:
             ks = _lengths(points[-1][0])
             axes.plot(ks, [theoretical_speedup(costs, k) for k in ks], "--", color=line.get_color(), alpha=0.6)
     axes.plot([], [], "--", color="grey", label="theory")
     axes.axhline(1.0, color="grey", linewidth=0.8)
-    return _finished(figure, axes)
 
 
 @of_table(*ROUNDS, *PAIRED)
-def cost_acceptance_pareto(rows: list[Row]) -> Figure:
+def cost_acceptance_pareto(rows: list[Row], axes: Any, look: Look) -> None:
     """Tokens a round against the cost of a round in plain passes. A line from the origin is one speed-up; settings that
     no other one beats in both are diamonds."""
     points = []
@@ -109,23 +114,22 @@ def cost_acceptance_pareto(rows: list[Row]) -> Figure:
             points.append((name, cost, costs["tokens_per_round"]))
     if not points:
         raise SpecdecError("the results table has no drafting setting with plain rows")
-    figure, axes = _figure("cost of a round in plain passes", "tokens a round")
+    _label(axes, "cost of a round in plain passes", "tokens a round")
     widest = max(cost for _, cost, _ in points) * 1.08
     for gain in (0.5, 1.0, 1.5, 2.0, 3.0):
         axes.plot([0, widest], [0, gain * widest], color="lightgrey", linewidth=0.8, zorder=0)
         axes.annotate(f"{gain:g}x", (0.98 * widest, 0.98 * gain * widest), color="grey", fontsize=8, clip_on=True)
     for name, cost, gain in points:
         beaten = any(c <= cost and g >= gain and (c, g) != (cost, gain) for _, c, g in points)
-        axes.scatter([cost], [gain], s=45, label=name, marker="o" if beaten else "D")
+        axes.scatter([cost], [gain], s=45, label=name, marker="o" if beaten else "D", color=look.colour(name))
     axes.set_xlim(min(0.9, *(c for _, c, _ in points)) * 0.95, widest)
     axes.set_ylim(0.9, max(g for _, _, g in points) * 1.1)
-    return _finished(figure, axes)
 
 
 @of_table(*ROUNDS, "prompt_tokens", "records")
-def context_curve(rows: list[Row]) -> Figure:
+def context_curve(rows: list[Row], axes: Any, look: Look) -> None:
     """Acceptance of a tested token against the length of the text before its round, in bins of equal counts."""
-    figure, axes = _figure("tokens before the round", "acceptance of a tested token")
+    _label(axes, "tokens before the round", "acceptance of a tested token")
     for name, group in _drafting(rows).items():
         rounds = [entry for row in group for entry in round_contexts(row)]
         edges = np.unique(np.quantile([at for at, _, _ in rounds], np.linspace(0, 1, CONTEXT_BINS + 1)))
@@ -135,13 +139,12 @@ def context_curve(rows: list[Row]) -> Figure:
             if sum(counts[1]) >= LEAST_TESTED:
                 middle = float(np.mean([at for at, _, _ in rounds if low <= at < high]))
                 points.append((middle, ratio(*counts)))
-        _line(axes, name, points)
+        _line(axes, look, name, points)
     axes.set_ylim(0, 1.02)
-    return _finished(figure, axes)
 
 
 @of_table(*ROUNDS, "generated_tokens", "records")
-def strategy_share_over_time(rows: list[Row], setting: str | None = None) -> Figure:
+def strategy_share_over_time(rows: list[Row], axes: Any, look: Look, setting: str | None = None) -> None:
     """Where the tokens of a text come from: share of the generated tokens by strategy, along the text. setting: None =
     the first one with more than one strategy, else the first that drafts."""
     groups = _drafting(rows)
@@ -160,15 +163,15 @@ def strategy_share_over_time(rows: list[Row], setting: str | None = None) -> Fig
                 counts.setdefault(name, np.zeros(bins))[min(bins - 1, (at + offset) * bins // longest)] += 1
             at += record.tokens
     total = np.sum(list(counts.values()), axis=0)
-    figure, axes = _figure("generated token", f"share of the tokens: {chosen}")
+    _label(axes, "generated token", f"share of the tokens: {chosen}")
     middles = (np.arange(bins) + 0.5) * longest / bins
     names = sorted(counts, key=lambda n: n == "target")
-    axes.stackplot(middles, *(counts[n] / np.maximum(1, total) for n in names), labels=names, alpha=0.85)
+    shares = [counts[n] / np.maximum(1, total) for n in names]
+    axes.stackplot(middles, *shares, labels=names, colors=[colour_of(n) for n in names], alpha=0.85)
     axes.set_ylim(0, 1)
-    return _finished(figure, axes)
 
 
-PLOTS: dict[str, Callable[[Any], Figure]] = {
+PLOTS: dict[str, Callable[..., Figure]] = {
     "Acceptance by position": acceptance_by_position,
     "Accepted length": accepted_length_histogram,
     "Speed-up against k": speedup_against_k,
@@ -222,41 +225,21 @@ def _at(values: Sequence[float] | None, index: int) -> float:
     return values[index] if values is not None and index < len(values) else 0
 
 
-def _figure(x: str, y: str) -> tuple[Figure, Any]:
-    try:
-        from matplotlib import colormaps
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise SpecdecError("plots need the package matplotlib: install specdec[research]") from None
-    figure = Figure(figsize=(7.0, 4.2), layout="constrained")
-    axes = figure.add_subplot()
+def _label(axes: Any, x: str, y: str) -> None:
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.grid(alpha=0.25)
-    axes.set_prop_cycle(color=[colormaps[name](i) for name, n in (("tab10", 10), ("Dark2", 8)) for i in range(n)])
-    return figure, axes
 
 
-def _line(axes: Any, name: str, points: Sequence[tuple[float, Any]]) -> Any:
+def _line(axes: Any, look: Look, name: str, points: Sequence[tuple[float, Any]], shift: float = 0.0) -> Any:
     """A line with error bars; points are (x, Interval or its dict)."""
     intervals = [(x, i if isinstance(i, Mapping) else i.to_dict()) for x, i in points]
     known = [(x, i) for x, i in intervals if i["value"] is not None]
     values = [i["value"] for _, i in known]
     low = [max(0.0, i["value"] - (i["value"] if i["low"] is None else i["low"])) for _, i in known]
     high = [max(0.0, (i["value"] if i["high"] is None else i["high"]) - i["value"]) for _, i in known]
-    return axes.errorbar([x for x, _ in known], values, yerr=[low, high], marker="o", capsize=3, label=name)[0]
-
-
-def _finished(figure: Figure, axes: Any) -> Figure:
-    # A name that begins with an underscore would be left out of the legend, and `$` would be read as mathematics.
-    handles, labels = axes.get_legend_handles_labels()
-    shown = [label.replace("$", r"\$") for label in labels]
-    if len(labels) > FEW:
-        figure.set_figwidth(figure.get_figwidth() + 2.5)
-        figure.legend(handles, shown, fontsize=7, loc="outside right upper")
-    elif labels:
-        axes.legend(handles, shown, fontsize=8)
-    return figure
+    style: dict[str, Any] = {"color": look.colour(name), "marker": look.marker(name), "capsize": 3, "label": name}
+    return axes.errorbar([x + shift for x, _ in known], values, yerr=[low, high], **style)[0]
 
 
 __all__ = [

@@ -21,7 +21,7 @@ from specdec.research.ablation.tables import category_table, comparison_table, s
 from specdec.research.bench.tables import Table
 
 SHOWN_TEXT = 400  # characters of a prompt's end and of an output
-SHOWN_DIFFERENCES, SHOWN_ROWS, SHOWN_SETTINGS = 20, 8, 12
+SHOWN_DIFFERENCES, SHOWN_ROWS, MANY_SETTINGS = 20, 8, 8
 EVERY_ROW_FAILED = "Every row failed: there are no figures and no plots"
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2em auto; padding: 0 1em; color: #1b1f24; }
@@ -126,18 +126,16 @@ def _comparisons(summary: Mapping[str, Any]) -> str:
 
 
 def _plots(rows: Sequence[Row]) -> list[str]:
-    """Every plot that these rows allow, of the first settings where there are many, and why the others are missing."""
+    """Every plot that these rows allow, with a panel a chain where there are many settings, and why the others are
+    missing."""
     from specdec.research.ablation.plots import PLOTS
 
     drafting = list(dict.fromkeys(r["setting"] for r in rows if r["drafts"]))
-    shown = set(drafting[:SHOWN_SETTINGS])
-    rows = [r for r in rows if not r["drafts"] or r["setting"] in shown]
+    panel = "strategies" if len(drafting) > MANY_SETTINGS else None
     made = []
-    if len(drafting) > SHOWN_SETTINGS:
-        made.append(f"<p>The first {SHOWN_SETTINGS} of {len(drafting)} settings that draft.</p>")
     for title, plot in PLOTS.items():
         try:
-            figure = plot(rows)
+            figure = plot(rows, panel=panel)
         except SpecdecError as error:  # this table has nothing for it: no axis k, no draft
             made.append(f"<p>Not drawn: {text(error)}.</p>")
             continue

@@ -14,7 +14,7 @@ from typing import Any
 
 from specdec import theory
 from specdec.errors import unknown_name
-from specdec.research.ablation.table import Row
+from specdec.research.ablation.table import REFERENCE, Row
 from specdec.research.bootstrap import Interval, difference, least_p, ratio, ratio_of_ratios, sign_flip_test
 from specdec.stats import with_old_names
 
@@ -121,9 +121,16 @@ def _against_plain(sound: Sequence[Row], rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def references(sound: Sequence[Row], rows: Sequence[Row]) -> list[Row]:
-    """The plain rows that belong to these."""
-    wanted = {(r["plain"], r["prompt"]) for r in sound}
-    return [r for r in rows if not r["drafts"] and r["status"] == "ok" and (r["cell"], r["prompt"]) in wanted]
+    """The plain rows that belong to these; of those that are not among `rows`, what these rows know of them."""
+    wanted = {(r["plain"], r["prompt"]): r for r in sound}
+    found = [r for r in rows if not r["drafts"] and r["status"] == "ok" and (r["cell"], r["prompt"]) in wanted]
+    for key in wanted.keys() - {(r["cell"], r["prompt"]) for r in found}:
+        own = wanted[key]
+        if own.get("plain_seconds") is not None:
+            head = {name: own[name] for name in ("prompt", "seed", "batch_size", "call")}
+            counts = {name: own[f"plain_{name}"] for name in REFERENCE}
+            found.append({**dict.fromkeys(SUMMED, 0), **head, **counts, "cell": key[0], "drafts": False})
+    return found
 
 
 def clustered(rows: Sequence[Row], by_call: bool = True) -> Clusters:

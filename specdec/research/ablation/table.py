@@ -29,12 +29,16 @@ from specdec.stats import RoundRecord, Tally
 
 TABLE = "table.parquet"
 SECONDS = ("seconds", "prefill_seconds", "draft_seconds", "verify_seconds", "other_seconds")
-TIMES = (*SECONDS, "tokens_per_second", "strategy_seconds")
+TIMES = (
+    *SECONDS, "tokens_per_second", "strategy_seconds", *(f"plain_{name}" for name in SECONDS if name[0] in "spv")
+)  # fmt: skip
 COUNTS = ("rounds", "drafted_rounds", "draft_tokens", "accepted_tokens", "generated_tokens")
 AS_THEY_ARE = (
     "prompt_tokens", "prompt_hash", "chat_template", "row_seed", "finish_reason", "exact", "lossy", "versions",
     "tokens", "text", "records",
 )  # fmt: skip
+# Of a row's reference, kept beside the row.
+REFERENCE = ("rounds", "generated_tokens", "emitted_tokens", "seconds", "prefill_seconds", "verify_seconds")
 Row = dict[str, Any]
 
 
@@ -55,6 +59,7 @@ def table_of(manifest: Mapping[str, Any], store: Store) -> tuple[list[Row], int]
                 continue
             rows.append(_flat(entry, cell, prompt, names[cell["key"]]))
     _gate(rows)
+    with_references(rows)
     return rows, missing
 
 
@@ -160,6 +165,17 @@ def _gate(rows: Sequence[Row]) -> None:
             row["equals_plain"] = row["first_difference"] is None
 
 
+def with_references(rows: Sequence[Row]) -> None:
+    """Give every row what its reference counted, as `plain_NAME`, in place: a table that is filtered keeps its
+    speed-ups."""
+    plain = {(r.get("cell"), r.get("prompt")): r for r in rows if not r.get("drafts") and r.get("status") == "ok"}
+    for row in rows:
+        found = plain.get((row.get("plain"), row.get("prompt"))) if row.get("drafts") else None
+        for name in REFERENCE:
+            if found is not None or f"plain_{name}" not in row:
+                row[f"plain_{name}"] = None if found is None else found.get(name)
+
+
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
     """Index of the first id that differs, the end of the shorter one where it is the beginning of the other; None =
     equal."""
@@ -199,7 +215,8 @@ def write_table(rows: Sequence[Row], path: Path) -> None:
 
 
 def as_rows(results: Any) -> list[Row]:
-    """A results table in any form - rows, a pyarrow Table, a Parquet file or an ablation's folder - as rows."""
+    """A results table in any form - rows, `Results`, a pandas or pyarrow table, a Parquet file or an ablation's folder
+    - as rows."""
     if isinstance(results, (str, Path)):
         path = as_path(results, "results table")
         path = path / TABLE if is_folder(path) else path
@@ -212,6 +229,10 @@ def as_rows(results: Any) -> list[Row]:
             raise SpecdecError(f"{path} is no results table: {str(error).splitlines()[0]}") from error
     if hasattr(results, "to_pylist"):
         results = results.to_pylist()
+    elif hasattr(results, "to_dict") and hasattr(results, "columns"):  # a data frame
+        results = [{n: _plain(v) for n, v in row.items()} for row in results.to_dict("records")]
+    elif hasattr(results, "dimensions"):
+        results = results.rows
     if not isinstance(results, Iterable) or isinstance(results, Mapping):
         raise SpecdecError(f"expected a results table, got {type(results).__name__}")
     rows = []
@@ -222,4 +243,13 @@ def as_rows(results: Any) -> list[Row]:
         for name in ("records", "strategy_seconds"):
             if isinstance(row.get(name), str):
                 rows[-1][name] = parse_json(row[name], f"results table, column {name}")
+    with_references(rows)
     return rows
+
+
+def _plain(value: Any) -> Any:
+    """A data frame's value as Python's own: nothing for NaN, and whole numbers that NaN beside them made floats."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, float):
+        return None if value != value else int(value) if value.is_integer() else value
+    return value

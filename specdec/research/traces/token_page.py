@@ -18,12 +18,11 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from specdec.decoding.result import Round
+from specdec.research.colours import colour_of, tint
 from specdec.research.traces.rounds import Piece, pieces_of
 
 if TYPE_CHECKING:
     from specdec.research.traces.trace import Trace
-
-COLOURS = 6  # strategies with a colour of their own; later ones start again
 
 STYLE = """
 :root { color-scheme: light; font: 15px/1.6 system-ui, sans-serif; }
@@ -39,8 +38,6 @@ form label { margin-right: 1rem; }
 .t:hover, .t:focus, .d:hover, .d:focus { outline: 2px solid #333; }
 .d { text-decoration: line-through; color: #a11; opacity: .7; font-size: .85em; margin: 0 1px; }
 .d.untested { opacity: .45; }
-.s0 { background: #bfe3c0; } .s1 { background: #b9dcf2; } .s2 { background: #e5c8ef; }
-.s3 { background: #f6dfa4; } .s4 { background: #c9cdf6; } .s5 { background: #f5c3bd; }
 .off { background: none; opacity: .35; }
 .gone { display: none; }
 #panel { position: fixed; left: 0; right: 0; bottom: 0; max-height: 8.5rem; overflow: auto; margin: 0;
@@ -85,13 +82,14 @@ OWN = "-"  # the target in the strategies' filter
 
 def page(trace: Trace, title: str) -> str:
     """The whole file."""
-    policy = f"default-src 'none'; style-src '{_hash(STYLE)}'; script-src '{_hash(SCRIPT)}'; base-uri 'none'"
+    style = STYLE + "".join(f".s{i} {{ background: {tint(colour_of(n))}; }}\n" for i, n in enumerate(trace.strategies))
+    policy = f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(SCRIPT)}'; base-uri 'none'"
     body = "\n".join(_section(trace, i) for i in range(len(trace.rows)))
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<h1>{escape(title)}</h1>\n"
+        f"<title>{escape(title)}</title>\n<style>{style}</style>\n</head>\n<body>\n<h1>{escape(title)}</h1>\n"
         f'<p class="facts">{escape(_facts(trace))}</p>\n{_filters(trace)}\n{body}\n'
         f'<pre id="panel">Hover over a token, or reach it with the Tab key.</pre>\n<script>{SCRIPT}</script>\n'
         "</body>\n</html>\n"
@@ -125,7 +123,7 @@ def _facts(trace: Trace) -> str:
 def _filters(trace: Trace) -> str:
     boxes = [
         f'<label><input type="checkbox" name="strategy" value="{escape(name)}" checked> '
-        f'<span class="s{i % COLOURS}">{escape(name)}</span></label>'
+        f'<span class="s{i}">{escape(name)}</span></label>'
         for i, name in enumerate(trace.strategies)
     ]
     boxes.append(f'<label><input type="checkbox" name="strategy" value="{OWN}" checked> the target itself</label>')
@@ -148,7 +146,7 @@ def _section(trace: Trace, index: int) -> str:
 
 def _spans(trace: Trace, index: int) -> Iterator[str]:
     """The row's tokens, rejected drafts in front of the token that took their place."""
-    colour = {name: i % COLOURS for i, name in enumerate(trace.strategies)}
+    colour = {name: i for i, name in enumerate(trace.strategies)}
     for piece in pieces_of(trace, index):
         r, node = piece.round, piece.node
         if node is None:

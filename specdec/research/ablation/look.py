@@ -1,0 +1,96 @@
+"""How plots look: colours, markers and places of settings, panels, and what every figure begins and ends with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from specdec.errors import SpecdecError
+from specdec.research.ablation.table import Row
+from specdec.research.colours import colour_of, marker_of, tint
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FEW, CROWDED = 5, 4  # entries of a legend inside the axes; lines that are drawn beside each other beyond
+DODGE = 0.5  # of the distance between two positions, for all lines together
+COLUMNS = 3  # panels in a row
+LIGHTEST, DARKEST = 0.5, -0.35  # shares of white and black in the settings of one strategy
+
+
+class Look:
+    """The colour, marker and place of every setting of a table: a strategy's settings are shades of its colour."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.strategy = {r["setting"]: strategy_of(r) for r in rows if r["drafts"]}
+        self.names = list(self.strategy)
+
+    def colour(self, setting: str) -> str:
+        who = self.strategy[setting]
+        same = [name for name, other in self.strategy.items() if other == who]
+        share = same.index(setting) / max(1, len(same) - 1)
+        return tint(colour_of(who), LIGHTEST + share * (DARKEST - LIGHTEST) if len(same) > 1 else 0.0)
+
+    def marker(self, setting: str) -> str:
+        return marker_of(self.strategy[setting])
+
+    def shift(self, setting: str) -> float:
+        """How far beside its place a setting's points are, so that intervals do not hide each other."""
+        if len(self.names) <= CROWDED:
+            return 0.0
+        return DODGE * (self.names.index(setting) / (len(self.names) - 1) - 0.5)
+
+
+def strategy_of(row: Mapping[str, Any]) -> str | None:
+    """The strategy by which a row is coloured: the first of its chain that drafted."""
+    timed = [name for name, _ in row.get("strategy_seconds") or ()]
+    drafted = [r[0] for r in row.get("records") or () if r[0] is not None]
+    found = drafted or timed
+    return found[0] if found else row.get("strategies")
+
+
+def panels(rows: Sequence[Row], name: str | None) -> dict[str, list[Row]]:
+    """Rows by panel, each with the plain rows of its own; one panel without a name."""
+    if name is None:
+        return {"": list(rows)}
+    if not any(name in r for r in rows):
+        known = [n for n in rows[0] if not isinstance(rows[0][n], (list, dict))]
+        raise SpecdecError(f"panel: no column {name!r} in the results table; known: {', '.join(known)}")
+    found: dict[str, list[Row]] = {}
+    for value in dict.fromkeys(r.get(name) for r in rows if r["drafts"]):
+        own = [r for r in rows if r["drafts"] and r.get(name) == value]
+        needed = {(r.get("plain"), r["prompt"]) for r in own}
+        plain = [r for r in rows if not r["drafts"] and (r.get("cell"), r["prompt"]) in needed]
+        found[f"{name} = {value}"] = plain + own
+    return found or {"": list(rows)}
+
+
+def make_axes(count: int) -> tuple[Figure, list[Any]]:
+    """A figure with so many panels. Raises SpecdecError without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise SpecdecError("plots need the package matplotlib: install specdec[research]") from None
+    columns = min(count, COLUMNS)
+    lines = math.ceil(count / columns)
+    size = (7.0, 4.2) if count == 1 else (4.2 * columns, 3.4 * lines)
+    figure = Figure(figsize=size, layout="constrained")
+    made = figure.subplots(lines, columns, squeeze=False).flat
+    for spare in list(made)[count:]:
+        spare.remove()
+    return figure, figure.axes
+
+
+def finish(axes: Any, figure: Figure | None) -> None:
+    """A legend of all panels; of many entries beside them. figure: None = the axes are the caller's."""
+    # A name that begins with an underscore would be left out of the legend, and `$` would be read as mathematics.
+    found = {label: handle for a in axes for handle, label in zip(*a.get_legend_handles_labels(), strict=True)}
+    shown = [label.replace("$", r"\$") for label in found]
+    if figure is None or (len(found) <= FEW and len(axes) == 1):
+        if found:
+            axes[0].legend(list(found.values()), shown, fontsize=8)
+        return
+    columns = math.ceil(len(found) / 24)
+    figure.set_figwidth(figure.get_figwidth() + 2.5 * columns)
+    figure.legend(list(found.values()), shown, fontsize=7, loc="outside right upper", ncols=columns)

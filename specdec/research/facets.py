@@ -1,0 +1,79 @@
+"""One figure against any axis, with colours and panels by any other: the plot of a paper.
+
+facets("runs/smoke", "conditional_acceptance_rate", x="position", colour="strategy", panel="category")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from specdec.errors import SpecdecError, unknown_name
+from specdec.research.ablation.look import DODGE, finish, make_axes
+from specdec.research.bootstrap import Interval
+from specdec.research.colours import colour_of, marker_of
+from specdec.research.results import Results
+from specdec.research.results_table import IN_WORDS
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def facets(
+    results: Any,
+    figure: str = "conditional_acceptance_rate",
+    x: str = "position",
+    colour: str = "strategy",
+    panel: str | None = None,
+    ax: Any = None,
+) -> Figure:
+    """Draw a figure with its 95 % intervals.
+
+    Args:
+        results: `Results`, or what `Results.load` takes; `Results.where(...)` filters.
+        figure: a figure of `Results.by`.
+        x, colour, panel: dimensions; the points of different colours are drawn beside each other.
+        ax: axes of the caller's, without `panel`.
+
+    Raises:
+        SpecdecError: an unknown figure or dimension; `ax` together with `panel`.
+    """
+    if ax is not None and panel is not None:
+        raise SpecdecError("facets: give axes or panels, not both")
+    found = results if isinstance(results, Results) else Results.load(results)
+    names = tuple(dict.fromkeys(n for n in (panel, colour, x) if n is not None))
+    rows = found.by(*names).rows
+    if not isinstance(rows[0].get(figure), Interval):
+        raise unknown_name("figure", figure, [n for n, v in rows[0].items() if isinstance(v, Interval)])
+    titles = list(dict.fromkeys(r[panel] for r in rows)) if panel is not None else [None]
+    made, axes = make_axes(len(titles)) if ax is None else (None, [ax])
+    colours, places = (list(dict.fromkeys(r[n] for r in rows)) for n in (colour, x))
+    numbers = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in places)
+    step = min((b - a for a, b in pairwise(places) if b > a), default=1) if numbers else 1
+    for place, title in zip(axes, titles, strict=True):
+        for i, value in enumerate(colours):
+            own = [r for r in rows if r[colour] == value and (panel is None or r[panel] == title)]
+            shift = step * DODGE * (i / (len(colours) - 1) - 0.5) if len(colours) > 1 else 0.0
+            at = [(r[x] if numbers else places.index(r[x])) + shift for r in own]
+            _points(place, at, [r[figure] for r in own], value, connected=numbers)
+        place.set_xlabel(IN_WORDS.get(x, x))
+        place.set_ylabel(IN_WORDS.get(figure, figure.replace("_", " ")))
+        place.set_title("" if title is None else f"{panel} = {title}", fontsize=10)
+        place.grid(alpha=0.25)
+        place.set_xticks(places if numbers else range(len(places)), [str(p) for p in places])
+    finish(axes, made)
+    return axes[0].figure  # type: ignore[no-any-return]
+
+
+def _points(axes: Any, at: Sequence[float], found: Sequence[Interval], value: Any, connected: bool) -> None:
+    known = [(x, f) for x, f in zip(at, found, strict=True) if f.value is not None]
+    values = [float(f.value or 0.0) for _, f in known]
+    low = [max(0.0, v - (v if f.low is None else f.low)) for v, (_, f) in zip(values, known, strict=True)]
+    high = [max(0.0, (v if f.high is None else f.high) - v) for v, (_, f) in zip(values, known, strict=True)]
+    look: dict[str, Any] = {"color": colour_of(str(value)), "marker": marker_of(str(value)), "capsize": 3}
+    line = "-" if connected else "none"
+    axes.errorbar([x for x, _ in known], values, yerr=[low, high], label=str(value), linestyle=line, **look)
+
+
+__all__ = ["facets"]
