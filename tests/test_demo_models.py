@@ -1,4 +1,4 @@
-"""The embedded pair: loads offline, keeps within its sizes, and is what its metrics.json says it is."""
+"""The embedded models: they load offline, keep within their sizes, and are what its metrics.json says it is."""
 
 import json
 import os
@@ -9,7 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from specdec.demo_models import draft_path, target_path
+from specdec import SpeculativeDecoder
+from specdec.demo_models import draft_path, head_path, target_path
+from specdec.research.demo import with_demo_head
 
 FOLDERS = {"target": target_path(), "draft": draft_path()}
 LIMITS = {"target": 16_000_000, "draft": 2_000_000}
@@ -99,3 +101,18 @@ def test_target_predicts_python_better_than_chance(pair: dict[str, Any], tokeniz
     ids = torch.cat([torch.tensor(tokenizer(e["text"])["input_ids"]) for e in METRICS["check"]])[None]
     losses = {name: float(model(ids, labels=ids).loss) for name, model in pair.items()}
     assert losses["target"] < losses["draft"] < 4.0  # ln 2048 = 7.6
+
+
+def test_the_head_is_small_and_drafts_for_the_target() -> None:
+    assert (head_path() / "model.safetensors").stat().st_size <= 4_000_000
+    decoder = SpeculativeDecoder.from_pretrained("demo-target", strategies="eagle3:head=demo-head", device="cpu")
+    prompts = [piece["text"] for piece in METRICS["check"][:2]]
+    out = decoder.generate(prompts, 24)
+    assert out.token_ids == decoder.generate(prompts, 24, strategies=[]).token_ids
+    assert out.stats.to_dict()["acceptance_length"] > 1.2
+
+
+def test_the_demo_gives_a_headless_eagle3_the_embedded_head() -> None:
+    assert with_demo_head("suffix, eagle3:n_max=3") == "suffix,eagle3:n_max=3:head=demo-head"
+    assert with_demo_head("eagle3:head=mine") == "eagle3:head=mine"
+    assert with_demo_head(None) is None

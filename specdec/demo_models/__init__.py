@@ -21,5 +21,5 @@ def draft_path() -> Path:
 
 
 def head_path() -> Path:
-    """Return the folder of an EAGLE-3 head for the target, trained by configs/train_eagle3_demo.yaml."""
+    """Return the folder of an EAGLE-3 head for the target, made by `specdec train eagle3`."""
     return _FOLDER / "head"
