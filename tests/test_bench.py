@@ -17,6 +17,8 @@ from specdec.research.bench.report import made_with
 from specdec.research.bench.speed_report import speed_block
 from tests.helpers.scripts import load_script
 
+pytestmark = pytest.mark.full  # measurements take their time
+
 ROOT = Path(__file__).resolve().parents[1]
 
 

@@ -26,6 +26,8 @@ from specdec.research.bench.pair import Item, Pair
 from specdec.research.bench.passes import PassCosts
 from specdec.research.models.choice import ModelChoice
 
+pytestmark = pytest.mark.full  # measurements take their time
+
 ROOT = Path(__file__).resolve().parents[1]
 SMALL: dict[str, Any] = {
     "contenders": {

@@ -40,7 +40,7 @@ def _misfit(shares: dict[str, list[tuple[float, float]]], rule: str, formula: st
     return float(sum((m - e) ** 2 / (e * (1 - e) / ROWS) for (m, _), (_, e) in pairs))
 
 
-@pytest.mark.fast(1)
+@pytest.mark.full
 @pytest.mark.parametrize("rule", theory.RULES)
 def test_measured_acceptance_is_that_of_its_own_formula_and_of_no_other(
     rule: str, shares: dict[str, list[tuple[float, float]]]

@@ -122,6 +122,7 @@ def measured() -> dict[str, Any]:
     return result
 
 
+@pytest.mark.full
 def test_plain_and_speculative_rows_are_compared_in_every_setting(measured: dict[str, Any]) -> None:
     assert exact_holds(measured)
     run = [g for g in measured["groups"] if "runs" in g]
@@ -138,6 +139,7 @@ def test_plain_and_speculative_rows_are_compared_in_every_setting(measured: dict
     assert measured["content"]["float32"]["differing"] == 0
 
 
+@pytest.mark.full
 def test_the_document_is_json_without_paths(measured: dict[str, Any]) -> None:
     text = json.dumps(measured, allow_nan=False)
     assert str(ROOT) not in text
