@@ -123,7 +123,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"seed": ["a"]}, ("seed", "'a'")),
     ({"exact": "yes"}, ("exact", "yes")),
     ({"order": "mine"}, ("order", "mine")),
-    ({"acceptance": "typical"}, ("typical", "leviathan")),
+    ({"acceptance": "medusa"}, ("medusa", "leviathan")),
     ({"acceptance": ["match"]}, ("match",)),
     ({"stop_strings": "stop"}, ("stop_strings", "tokenizer")),
     ({"stop_strings": [""]}, ("stop_strings", "''")),

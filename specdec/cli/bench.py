@@ -167,3 +167,6 @@ def _print(console: Console, result: dict[str, Any]) -> None:
     for table in tables(result):
         if table.rows:
             console.print(output.rendered(table, whole_names=False))
+    for name, suite in result["suites"].items():
+        if "skipped" in suite:  # a reason does not fit into a column
+            console.print(f"{name}: skipped: {suite['skipped']}", style="yellow", soft_wrap=True)
