@@ -28,7 +28,7 @@ def of_table(*columns: str) -> Callable[[Callable[..., None]], Callable[..., Fig
 
         @wraps(plot)
         def checked(
-            results: Any, ax: Any = None, where: Any = None, panel: str | None = None, **options: Any
+            results: Any, *arguments: Any, ax: Any = None, where: Any = None, panel: str | None = None, **options: Any
         ) -> Figure:  # fmt: skip
             try:
                 rows = as_rows(results)
@@ -39,7 +39,7 @@ def of_table(*columns: str) -> Callable[[Callable[..., None]], Callable[..., Fig
                     raise SpecdecError("ax and panel: give axes for one panel, and `where` for its rows")
                 figure, axes = make_axes(len(parts)) if ax is None else (None, [ax])
                 for place, (title, own) in zip(axes, parts.items(), strict=True):
-                    plot(own, place, look, **options)
+                    plot(own, place, look, *arguments, **options)
                     place.set_title(title, fontsize=10)
                 finish(axes, figure)
                 return axes[0].figure

@@ -32,7 +32,7 @@ from specdec.research.ablation.summary import (
 from specdec.research.ablation.table import Row
 from specdec.research.bootstrap import ratio
 from specdec.research.colours import colour_of
-from specdec.stats import RoundRecord
+from specdec.stats import PER_TESTED, RoundRecord
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -45,7 +45,7 @@ THEORY_POINTS = 256  # at most, of a theory's line
 @of_table(*ROUNDS, "reached", "tested")
 def acceptance_by_position(rows: list[Row], axes: Any, look: Look) -> None:
     """Acceptance of a tested token by position in the draft, one line per setting, 95 % intervals."""
-    _label(axes, "position in the draft", "acceptance of a tested token")
+    _label(axes, "position in the draft", PER_TESTED)
     for name, group in _drafting(rows).items():
         points = []
         for i in range(max(len(r["tested"]) for r in group)):
@@ -129,7 +129,7 @@ def cost_acceptance_pareto(rows: list[Row], axes: Any, look: Look) -> None:
 @of_table(*ROUNDS, "prompt_tokens", "records")
 def context_curve(rows: list[Row], axes: Any, look: Look) -> None:
     """Acceptance of a tested token against the length of the text before its round, in bins of equal counts."""
-    _label(axes, "tokens before the round", "acceptance of a tested token")
+    _label(axes, "tokens before the round", PER_TESTED)
     for name, group in _drafting(rows).items():
         rounds = [entry for row in group for entry in round_contexts(row)]
         edges = np.unique(np.quantile([at for at, _, _ in rounds], np.linspace(0, 1, CONTEXT_BINS + 1)))

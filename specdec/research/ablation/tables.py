@@ -40,8 +40,8 @@ def comparison_table(summary: Mapping[str, Any]) -> Table:
         rows.append(cells)
     least = [entry["least_p"] for entry in summary["comparisons"] if entry.get("least_p") is not None]
     fewest = min((entry["clusters"] for entry in summary["comparisons"]), default=0)
-    title = f"paired; with {fewest} prompts no p is below {max(least):.2g}, not corrected for many comparisons"
-    return Table(title if least else "", heads, rows)
+    floor = f"paired; with {fewest} prompts no p is below {max(least, default=1):.2g}"
+    return Table(f"{floor}, not corrected for many comparisons" if least else "", heads, rows)
 
 
 def category_table(summary: Mapping[str, Any]) -> Table:
