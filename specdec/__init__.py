@@ -6,7 +6,7 @@ Names are imported when they are first used: `specdec --help` and `specdec.theor
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from specdec import old_names
+from specdec.files import old_names
 from specdec.version import __version__ as __version__
 
 if TYPE_CHECKING:

@@ -43,7 +43,7 @@ def test_sampled_text_is_plain_decodings(rule: str) -> None:
 
 def test_samples_follow_the_targets_distribution() -> None:
     target, prompt = small_model(3, 13, num_hidden_layers=2), [5, 7, 5, 7, 5]
-    n = samples(20_000, 3_000)
+    n = samples(20_000, 1_500)
     out = SpeculativeDecoder(target, check=False).generate(
         [prompt] * n, 3, strategies=[EarlyExit(layers=1, n_max=2)], temperature=0.8, seed=1, batch_size=n
     )
