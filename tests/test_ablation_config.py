@@ -44,7 +44,7 @@ def test_an_axis_that_does_not_concern_a_chain_makes_no_second_cell() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"strategy": {}}, "did you mean 'strategies'"),
+        ({"strategy": {}}, "write strategies="),
         ({"pairs": {"p": {"target": "t", "drafft": "d"}}}, "drafft"),
         ({"axes": {"temprature": [1.0]}}, "temprature"),
         ({"axes": {"draft-model.nmax": [1]}}, "nmax"),

@@ -154,7 +154,7 @@ def test_a_broken_drafter_is_rejected(fault: str, record_property: Any) -> None:
 
 
 def test_a_draft_cut_at_ids_outside_the_vocabulary_is_refused() -> None:
-    with pytest.raises(SpecdecError, match="claimed a q that its tokens cannot have been drawn from"):
+    with pytest.raises(SpecdecError, match="gave a q that its tokens cannot have been sampled from"):
         _control([SampledDrafter(small_model(1, V + 4), V, CUTS_OUTSIDE)], n=50)
 
 

@@ -146,7 +146,7 @@ def test_the_document_says_what_the_result_says() -> None:
         "rows": [sure, off, chance],
     }  # fmt: skip
     made = load_script("write_results").what_if_block([result])
-    assert "Of 2 greedy, `match` and `coupled` plans 1 wrote plain decoding's texts, and 1 took" in made
+    assert "1 of 2 greedy, `match` and `coupled` plans wrote plain decoding's texts, and 1 took" in made
     assert "The 95 % intervals of the 1 `leviathan` plans lie within 2.2% of no difference." in made
     assert "4.0 to 4.0 times as large" in made
     assert "| greedy | - | `suffix` | 3 | 1,234 | 2.000 | 2.000 | +0.00% | - |" in made

@@ -42,7 +42,7 @@ def test_the_table_holds_every_outcome() -> None:
     ]
     versions = {"transformers": "5", "torch": "2", "specdec": "0"}
     block = models_block({"date": "today", "versions": versions, "rows": [asdict(row) for row in rows]})
-    assert "of 4 types" in block
+    assert "Of 4 types" in block
     assert "| refused: it takes no cache | `b`, `c` |" in block
     assert "| not built: ValueError: no | `d` |" in block
 

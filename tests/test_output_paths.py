@@ -23,6 +23,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "lookup create --out": ("--prompt", "a", "--tokenizer", "demo", "--out", BAD),
     "lookup merge": ("nowhere", BAD),
     "compare --out": (*PAIR, "--prompt", "a", "--out", BAD),
+    "results --out": ("nowhere", "--csv", "--out", BAD),
     "bench --out": ("--smoke", "--out", BAD),
     "bench --raw": ("--smoke", "--raw", BAD),
     "ablate run --out": (str(ROOT / "configs" / "figures.yaml"), "--out", BAD),

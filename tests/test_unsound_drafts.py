@@ -65,7 +65,7 @@ LAWS = {
 @pytest.mark.parametrize("name", LAWS)
 def test_a_q_that_cannot_be_is_refused_where_it_matters(name: str, parents: Any, decoder: SpeculativeDecoder) -> None:
     draft = Draft([1], parents, LAWS[name])
-    with pytest.raises(SpecdecError, match="'own' claimed a q that its tokens cannot have been drawn from"):
+    with pytest.raises(SpecdecError, match="'own' gave a q that its tokens cannot have been sampled from"):
         run(decoder, draft, temperature=0.8)
     for options in ({}, {"temperature": 0.8, "acceptance": "coupled"}):  # tokens are compared: q does not matter
         plain = decoder.generate([[1, 2, 3]] * 3, strategies=[], max_new_tokens=4, **options)

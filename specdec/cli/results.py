@@ -11,6 +11,7 @@ from typer import Argument, Option
 from specdec.cli import output
 from specdec.cli.options import AsJson
 from specdec.errors import SpecdecError
+from specdec.files.texts import check_writable
 from specdec.research.results import Results
 
 
@@ -36,6 +37,8 @@ def results(
         raise SpecdecError("--baseline compares settings: give it without --by")
     if out is not None and not (as_csv or as_latex):
         raise SpecdecError("--out writes a file of --csv or --latex: give one of them")
+    if out is not None:
+        check_writable(out, "--out")
     found = Results.load(source)
     if where:
         found = found.where(**dict(map(_pair, where)))
