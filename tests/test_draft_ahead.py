@@ -46,7 +46,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
     return found
 
 
-@pytest.mark.fast(3)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("call", CALLS)
 def test_drafts_made_ahead_are_those_that_would_have_been_made(call: str, batch: int, looks: Counter[bool]) -> None:

@@ -348,6 +348,7 @@ def test_trees_equal_the_slow_oracles(trained: bool) -> None:
         assert paths == slow_tree_of(head, model, ids, size), ids
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("acceptance", ["match", "leviathan", "coupled"])
 def test_trees_give_plain_decodings_text(acceptance: str) -> None:
     """They have no q, so that every rule samples the target at their nodes with plain decoding's numbers."""
@@ -384,6 +385,7 @@ def test_states_below_another_strategys_tree(others: str) -> None:
     check_drafts(strategy, model, 1)
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("options", [{"n_max": 3}, SIZE], ids=["chain", "tree"])
 @pytest.mark.parametrize("call", [{}, {"temperature": 0.9, "seed": 3}], ids=["greedy", "sampled"])
 def test_recorded_drafts_are_the_eager_ones(options: dict[str, int], call: dict[str, Any]) -> None:

@@ -85,7 +85,7 @@ FULLY = ("llama", "qwen2", "gemma3", "mixtral", "looping")
 BRIEFLY = ("p_min", "lookup, draft")
 
 
-@pytest.mark.fast(20)
+@pytest.mark.fast(10)
 @pytest.mark.parametrize(
     ("kind", "chain"),
     [(k, c) for k in FULLY for c in CHAINS] + [(k, c) for k in TINY_KINDS if k not in FULLY for c in BRIEFLY],
@@ -165,7 +165,7 @@ def test_a_chain_of_wrong_drafts_only_costs_passes() -> None:
     assert out.stats.verify_passes == 20
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(
     ("kind", "chain"),
     [("llama", "p_min"), ("looping", "three"), ("qwen2", "draft-model 5"), ("gemma3", "three"), ("mixtral", "p_min")],

@@ -135,6 +135,7 @@ def expected() -> list[Any]:
     return texts(pair())
 
 
+@pytest.mark.fast(7)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_mode_around_calls_changes_nothing(mode: str, expected: list[Any]) -> None:
     dec = pair()
@@ -145,6 +146,7 @@ def test_a_mode_around_calls_changes_nothing(mode: str, expected: list[Any]) -> 
     assert texts(dec) == expected
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("mode", ["inference_mode", "autocast", "float64", "device meta", "everything"])
 def test_a_decoder_that_is_built_inside_a_mode_works_outside(mode: str, expected: list[Any]) -> None:
     with MODES["inference_mode" if mode == "everything" else "no_grad"]():  # its weights can be inference tensors
@@ -157,6 +159,7 @@ def test_a_decoder_that_is_built_inside_a_mode_works_outside(mode: str, expected
         assert texts(dec) == expected
 
 
+@pytest.mark.fast(4)
 @pytest.mark.parametrize("mode", ["inference_mode", "autocast", "bfloat16", "device meta", "everything"])
 @pytest.mark.parametrize("begins_inside", [True, False])
 def test_a_generator_may_cross_the_border_of_a_mode(mode: str, begins_inside: bool, expected: list[Any]) -> None:

@@ -119,6 +119,7 @@ CHANGES = [
 ]  # fmt: skip
 
 
+@pytest.mark.fast(6)
 @pytest.mark.parametrize("change", CHANGES)
 def test_kept_keys_and_values_of_a_target_that_has_changed_are_dropped(change: Callable[[Any], None]) -> None:
     model = tiny_model("llama")
