@@ -131,3 +131,12 @@ def test_a_layer_that_the_user_replaces_is_followed() -> None:
 def test_layers_that_do_not_fit_are_refused_in_words(options: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecdecError, match=message):
         SpeculativeDecoder(tiny_model("llama"), check=False).generate([1, 2], 4, strategies=[EarlyExit(**options)])
+
+
+def test_a_refused_call_gives_its_cache_back() -> None:
+    decoder = SpeculativeDecoder(tiny_model("llama"), check=False)
+    decoder.generate([1, 2], 4, strategies=[])
+    cache = decoder.target.pool.idle
+    with pytest.raises(SpecdecError):
+        decoder.generate([1, 2], 4, strategies=[EarlyExit(layers=9)])
+    assert decoder.target.pool.idle is cache is not None

@@ -162,7 +162,11 @@ class Call:
         )  # fmt: skip
         longest = shapes.verify_width - 1
         drafters = [unlimited(d, longest) if a else d for d, a in zip(self.drafters, self.automatic, strict=True)]
-        chain = build_chain(drafters, context)
+        try:
+            chain = build_chain(drafters, context)
+        except BaseException:  # a strategy may refuse the target; what was recorded for the cache is not lost
+            target.pool.give_back(cache)
+            raise
         if self.costs is not None:
             free = self.sampling.greedy or self.rule.proposal != "sample"  # the text does not depend on drafts
             chain.lengths = LengthController(chain.drafters, self.automatic, self.costs, shapes, self.batch, free)
