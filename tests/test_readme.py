@@ -36,7 +36,6 @@ def test_the_commands_are_accepted(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("specdec.cli.bench.run_smoke", lambda *arguments: {"suites": {}})
     monkeypatch.setattr("specdec.cli.bench._save", lambda *arguments: None)
-    monkeypatch.setattr("specdec.cli.bench._check_writable", lambda path: None)
     lines = [line for block in blocks("bash") for line in block.splitlines() if line.startswith("specdec ")]
     assert {line.split()[1] for line in lines} == {"demo", "generate", "check", "bench", "ablate"}
     for line in lines:
