@@ -177,7 +177,7 @@ def test_compiled_decoding_writes_the_same_text() -> None:
         out = dec.generate([[1, 2, 3], [4, 5]], 12, strategies=strategies)
         assert out.token_ids == expected
     assert {f.__name__ for f in dec.draft.parts} == {"prepare", "best", "_following", "_caught_up"}
-    assert {f.__name__ for f in dec.target.parts} == {"prepare", "_fed", "_judged"}
+    assert {f.__name__ for f in dec.target.parts} == {"prepare", "_fed", "_decide"}
     assert all(part.compiler.whole for runner in (dec.target, dec.draft) for part in runner.parts.values())
     assert out.stats.accepted_tokens > 0
 
