@@ -19,7 +19,6 @@ from specdec.decoding.row import Row, StopRules
 from specdec.decoding.validation import naming_processors
 from specdec.decoding.verification import Verifier
 from specdec.device.ambient import Steps
-from specdec.drafters import tree_makers
 from specdec.drafters.base import DraftContext
 from specdec.drafters.chain import build_chain
 from specdec.drafters.costs import as_costs, costs_for
@@ -153,7 +152,7 @@ class Call:
         columns = max(self.settings.verify_width or 0, *trees, 0)
         shapes = Shapes.choose(target.device, self.exact, target.pool.room(self.capacity), columns)
         # A tree's nodes lie side by side in slots that a chain of the same depth would not need.
-        spare = shapes.verify_width if tree_makers(self.drafters) else 0
+        spare = shapes.verify_width if trees else 0
         cache = target.lease(self.batch, self.capacity + spare)
         context = DraftContext(
             self.batch, self.capacity, target.vocab_size, decoder.draft, decoder.tokenizer, decoder.draft_tokenizer,

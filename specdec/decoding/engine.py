@@ -70,8 +70,7 @@ class Engine:
             with self.clock.phase("verify"):
                 pending = self.verifier.launch(active)  # 2, 3 and 4
                 self.chain.observe(pending.output)
-            with self.clock.phase("draft", early=True):
-                self.start_next_drafts(active, pending)
+            self.start_next_drafts(active, pending)
             self.clock.settle()  # the device is busy with this pass meanwhile
             result = pending.read()
             spans = self.clock.end_pass()
@@ -124,7 +123,8 @@ class Engine:
         chunked = any(not 0 < len(draft) < self.shapes.verify_width for draft in drafts)
         if self.chain.can_pipeline and not chunked:
             requests = [self._request(b, row) for b, row in active]
-            self.chain.pipeline(requests, pending.on_device["accepted"], pending.on_device["token"])
+            with self.clock.phase("draft", early=True):
+                self.chain.pipeline(requests, pending.on_device["accepted"], pending.on_device["token"])
 
     # -- 5 commit and trim -----------------------------------------------------------------------------------------
 

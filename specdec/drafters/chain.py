@@ -276,5 +276,5 @@ def upstream_order(drafters: Sequence[Any]) -> list[Any]:
 
 def build_chain(drafters: Sequence[Any], context: DraftContext) -> Chain:
     """Make a chain of fresh drafters for one call."""
-    fresh = [as_drafter(as_drafter(d).fresh(context)) for d in drafters]
+    fresh = [as_drafter(d).fresh(context) for d in drafters]
     return Chain(fresh, context.reader, context.separate)
