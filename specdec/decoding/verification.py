@@ -140,10 +140,6 @@ class VerifyKey(NamedTuple):
     recorded: tuple[bool, int, bool]
 
     @property
-    def passes(self) -> int:
-        return 1
-
-    @property
     def is_prefill(self) -> bool:
         return False
 

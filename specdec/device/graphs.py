@@ -66,10 +66,6 @@ class Key(Protocol):
     """A named tuple of all that a recorded function depends on, except its inputs and their signature."""
 
     @property
-    def passes(self) -> int:
-        """Passes of the model in the function."""
-
-    @property
     def is_prefill(self) -> bool:
         """True for prefill, which is recorded only when its key comes again."""
 

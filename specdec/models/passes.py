@@ -35,11 +35,6 @@ class PassKey(NamedTuple):
     skip: tuple[int, ...] = ()
 
     @property
-    def passes(self) -> int:
-        """Passes of the model in a recorded function of this key."""
-        return 1
-
-    @property
     def is_prefill(self) -> bool:
         """True for prefill, whose keys rarely come again unless calls repeat."""
         return self.keep > 0

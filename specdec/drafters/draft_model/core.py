@@ -70,10 +70,6 @@ class StepsKey(NamedTuple):
     vocab_size: int
 
     @property
-    def passes(self) -> int:
-        return self.steps
-
-    @property
     def is_prefill(self) -> bool:
         return False
 

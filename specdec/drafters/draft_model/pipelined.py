@@ -35,10 +35,6 @@ class AheadKey(NamedTuple):
     steps: StepsKey
 
     @property
-    def passes(self) -> int:
-        return self.steps.passes
-
-    @property
     def is_prefill(self) -> bool:
         return False
 

@@ -59,10 +59,6 @@ class ChainKey(NamedTuple):
     vocab_size: int
 
     @property
-    def passes(self) -> int:
-        return self.steps
-
-    @property
     def is_prefill(self) -> bool:
         return False
 

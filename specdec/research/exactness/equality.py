@@ -178,7 +178,6 @@ def why_not_equal(
     reference: a float32 copy of the target; "auto" = make one where memory allows, None = do without
     row: the prompt's number in its call, for sampled runs with one seed
     options: the generation options of the runs, if they were not greedy
-
     Raises SpecdecError for `leviathan` sampling, whose text is not meant to equal plain decoding's.
     """
     target = decoder.target
@@ -190,14 +189,13 @@ def why_not_equal(
     encoded = encode_prompts(prompt, decoder.tokenizer, target.vocab_size, target.context)
     if len(encoded) != 1:
         raise SpecdecError(f"why_not_equal takes one prompt, got {len(encoded)}")
-    ids = encoded[0]
-    known = [*ids, *a[:position]]
+    known = [*encoded[0], *a[:position]]
     tokens = (a[position] if position < len(a) else None, b[position] if position < len(b) else None)
     place = {"names": names, "position": position, "tokens": tokens, **_texts(decoder.tokenizer, known, tokens)}
     if tokens[0] is None or tokens[1] is None:
         return Report("prefix", **place)
     runs = (shape_a or PassShape(), shape_b or PassShape(tokens=EXACT_WIDTH))
-    question = _Question(decoder, known, len(ids), (tokens[0], tokens[1]), row, options)
+    question = _Question(decoder, known, len(encoded[0]), (tokens[0], tokens[1]), row, options)
     scores = [question.scores(shape) for shape in runs]
     views = [question.view(f"{n}: {s}", x) for n, s, x in zip(names, runs, scores, strict=True)]
     noise = question.noise([*scores, *(question.scores(PassShape(n, runs[0].batch)) for n in (1, EXACT_WIDTH))])
