@@ -71,10 +71,6 @@ class TreeKey(NamedTuple):
     size: TreeSize
 
     @property
-    def passes(self) -> int:
-        return 1 + self.size.depth
-
-    @property
     def is_prefill(self) -> bool:
         return False
 
@@ -233,7 +229,6 @@ class Eagle3(Drafter):
 
     def _run(self, rows: HeadRows, key: Any, inputs: HeadInputs, function: Callable[[HeadInputs], R]) -> R:
         """Run a function of a round's inputs, replayed where the target's passes are."""
-        rows.passes += key.passes
         target = self._context.target
         return function(inputs) if target is None else target.run(rows.cache, key, inputs, function)
 
@@ -253,8 +248,8 @@ class Eagle3(Drafter):
             scores=None if sampling is None else sampling.sampling.signature,
             vocab_size=self._context.vocab_size,
         )
+        rows.passes += steps
         if texts or not recordable(sampling):
-            rows.passes += steps
             proposal = self._chain(rows, key, sampling, inputs, texts)
         else:
             proposal = self._run(rows, key, inputs, lambda given: self._chain(rows, key, sampling, given, None))
@@ -297,6 +292,7 @@ class Eagle3(Drafter):
             tree = grow(logits.float().log_softmax(dim=-1), size, passes)
             return replace(tree, tokens=self._head.to_target(tree.tokens))
 
+        rows.passes += 1 + size.depth
         tree = self._run(rows, key, inputs, grown)
         return {r.row: self._tree(tree, r.row, size) for r in requests}
 
