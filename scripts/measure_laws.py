@@ -23,7 +23,7 @@ from specdec.files.compact_json import write_json
 from specdec.research.bench import origin
 
 ROOT = Path(__file__).resolve().parents[1]
-FILES = ("test_lossless.py", "test_lossless_processors.py", "test_tree_acceptance.py", "test_trees.py")
+NAMES = ("lossless", "lossless_processors", "tree_acceptance", "trees")
 FIT = re.compile(r"chi-square (\S+), critical (\S+) \((\d+) bins, n = (\d+)\), total variation (\S+)")
 
 
@@ -36,7 +36,7 @@ def main() -> int:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as work:
         report = Path(work) / "report.xml"
-        tests = [str(ROOT / "tests" / name) for name in FILES]
+        tests = [str(ROOT / "tests" / "decoding" / f"test_{name}.py") for name in NAMES]
         command = [sys.executable, "-m", "pytest", "-q", "-m", "", "-n", str(arguments.workers)]
         command += [f"--junitxml={report}", *tests]
         environment = {**os.environ, "SPECDEC_SAMPLES": str(arguments.samples)}

@@ -32,41 +32,44 @@ class Fault(NamedTuple):
 
 
 ACCEPTANCE = "decoding/acceptance.py"
+ATTENTION = "tests/models/test_attention.py"
+REFERENCE = "tests/decoding/test_reference.py"
 RESIDUAL = "torch.where(rejected[:, None] & (mass > 0), residual / mass, p)"
 FAULTS = (
     Fault(
         "residual without clamp", ACCEPTANCE, "residual = (weight[:, None] * p - q).clamp(min=0)",
-        "residual = weight[:, None] * p - q", ("tests/test_reference.py",),
+        "residual = weight[:, None] * p - q", (REFERENCE,),
     ),
-    Fault("bonus token from q", ACCEPTANCE, RESIDUAL, RESIDUAL.replace(", p)", ", q)"), ("tests/test_reference.py",)),
+    Fault("bonus token from q", ACCEPTANCE, RESIDUAL, RESIDUAL.replace(", p)", ", q)"), (REFERENCE,)),
     Fault(
         "trim one short", "drafters/draft_model/core.py", "min(n_accepted, drafted - 1)",
-        "min(n_accepted + 1, drafted - 1)", ("tests/test_reference.py",),
+        "min(n_accepted + 1, drafted - 1)", (REFERENCE,),
     ),
-    Fault("mask off by one", "models/attention.py", "full = age >= 0", "full = age >= 1", ("tests/test_attention.py",)),
+    Fault("mask off by one", "models/attention.py", "full = age >= 0", "full = age >= 1", (ATTENTION,)),
     Fault(
         "EOS inside a block ignored", "decoding/row.py", "            if self.finish_reason is not None:\n",
-        "            if self.finish_reason is not None and n + 1 == len(tokens):\n", ("tests/test_reference.py",),
+        "            if self.finish_reason is not None and n + 1 == len(tokens):\n", (REFERENCE,),
     ),
     Fault(
         "processors not on the accepted prefix", "decoding/engine.py", "to_device(emitted, self.runner.device)",
-        "to_device(emitted[-1:], self.runner.device)", ("tests/test_processors.py", "tests/test_processor_rows.py"),
+        "to_device(emitted[-1:], self.runner.device)",
+        ("tests/sampling/test_processors.py", "tests/decoding/test_processor_rows.py"),
     ),
     Fault(
         "counters off by one", "stats.py", "self.n_gen_tokens += n", "self.n_gen_tokens += n + 1",
-        ("tests/test_stats.py", "tests/test_engine.py", "tests/test_chain.py"),
+        ("tests/test_stats.py", "tests/decoding/test_engine.py", "tests/drafters/test_chain.py"),
     ),
     Fault(
         "accept not told", "drafters/chain.py", "        winner.accept(row, n_accepted, False)\n", "",
-        ("tests/test_chain.py",),
+        ("tests/drafters/test_chain.py",),
     ),
     Fault(
         "seed shared by rows", "decoding/call.py", "row_key(settings.seed, i)", "row_key(settings.seed, 0)",
-        ("tests/test_reference.py",),
+        (REFERENCE,),
     ),
     Fault(
         "n-gram index one late", "drafters/base.py", "    return ends + 1, n\n", "    return ends + 2, n\n",
-        ("tests/test_drafters.py",),
+        ("tests/drafters/test_drafters.py",),
     ),
 )  # fmt: skip
 

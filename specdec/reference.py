@@ -1,8 +1,8 @@
 """Speculative decoding on one screen: one row, no cache, every distribution computed from scratch.
 
 Algorithm 1 of Leviathan et al. (2023) with the engine's own random numbers: the engine must equal it token for token
-(tests/test_reference.py). p is the target's distribution, q the draft's, V the vocabulary, n the tokens known so far.
-It has the rules leviathan, match and coupled. To change the algorithm, change it here first, then in
+(tests/decoding/test_reference.py). p is the target's distribution, q the draft's, V the vocabulary, n the tokens
+known so far. It has the rules leviathan, match and coupled. To change the algorithm, change it here first, then in
 decoding/acceptance.py (steps 3 and 4) or decoding/engine.py (the loop). `race` samples: the token whose exponential
 noise divided by its weight is smallest, so equal noise makes equal tokens likely.
 """

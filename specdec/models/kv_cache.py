@@ -5,7 +5,7 @@ slot every token of the pass goes; slot index = position in the sequence, so a r
 the next write overwrites, and the mask hides the rest until then. Slot `L` is the *trash slot*: padding tokens are
 written there. It is never read, because reads stop at `kv_len <= L`.
 
-Invariants (tests/test_kv_cache.py):
+Invariants (tests/models/test_kv_cache.py):
 - the buffers start at zero, so that a masked slot can never hold a NaN that poisons a row through `0 * NaN`;
 - a pass over some rows changes no other row's slots;
 - the bytes allocated are those of `kv_cache_bytes`, which the pair report prints before anything is loaded.

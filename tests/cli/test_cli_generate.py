@@ -1,0 +1,111 @@
+"""`specdec generate` with sets of prompts and a file of results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec import SpeculativeDecoder
+from specdec.cli.options import Prompts, SetPrompts
+from specdec.errors import SpecdecError
+from specdec.research.prompts.datasets import load_prompts
+from tests.cli.test_cli import PAIR, refused, run, run_json
+
+SHORT = (*PAIR, "--max-new-tokens", "4")
+LINES = [{"prompt": "a = 1\n", "id": "x", "category": "code"}, {"prompt": "import os\n", "id": "y"}]
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> Path:
+    file = tmp_path / "mine.jsonl"
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in LINES))
+    return file
+
+
+def records(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def test_a_json_lines_file_is_a_set_and_a_text_file_one_prompt(lines: Path, tmp_path: Path) -> None:
+    text = tmp_path / "one.txt"
+    text.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    found = Prompts(prompt=["typed"], prompt_file=[lines, text]).read()
+    assert [(p.id, p.category, p.text) for p in found] == [
+        ("prompt 0", "", "typed"), ("prompt 1", "", text.read_text()),
+        ("mine/x", "code", "a = 1\n"), ("mine/y", "mine", "import os\n"),
+    ]  # fmt: skip
+    fields = tmp_path / "q.jsonl"
+    fields.write_text('{"question": "a"}\n')
+    assert [p.text for p in Prompts(prompt_file=[Path(f"{fields}:field=question")]).read()] == ["a"]
+    with pytest.raises(SpecdecError, match="expected an object with"):
+        Prompts(prompt_file=[fields]).read()
+
+
+def test_a_set_is_the_one_of_other_verbs() -> None:
+    found = SetPrompts(dataset="spec-bench", category=["qa", "math"], limit=4)
+    assert found.read() == load_prompts("spec-bench", ["qa", "math"], 4)
+    with pytest.raises(SpecdecError, match="--limit has no effect"):
+        SetPrompts(prompt=["a"], limit=2).read()
+
+
+def test_chats_are_for_verbs_that_take_them(tmp_path: Path) -> None:
+    file = tmp_path / "chats.jsonl"
+    file.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}]}))
+    assert [p.text for p in Prompts(prompt_file=[file]).read()] == ["a"]
+    with pytest.raises(SpecdecError, match="chats/0 is a chat"):
+        Prompts(prompt_file=[file]).texts()
+
+
+def test_out_holds_a_record_a_prompt(lines: Path, tmp_path: Path) -> None:
+    out = tmp_path / "new" / "out.jsonl"
+    result = run_json(
+        "generate", *SHORT, "--prompt-file", str(lines), "--dataset", "humaneval", "--limit", "1", "--out", str(out)
+    )
+    made = records(out)
+    [human] = load_prompts("humaneval", limit=1)
+    assert [(r["id"], r["category"], r["prompt"]) for r in made] == [
+        ("mine/x", "code", "a = 1\n"), ("mine/y", "mine", "import os\n"), (human.id, "humaneval", human.text),
+    ]  # fmt: skip
+    assert result["prompts"] == [{k: r[k] for k in ("id", "category", "prompt")} for r in made]
+    expected = SpeculativeDecoder.from_pretrained(*PAIR[1::2]).generate([r["prompt"] for r in made], 4)
+    for row, record in zip(expected, made, strict=True):
+        assert (record["text"], record["token_ids"], record["finish_reason"]) == (row.text, row.token_ids, "length")
+        assert record["stats"] == row.stats.to_dict()
+        assert record["prompt_hash"] == expected.provenance["prompts"][row.index]
+        assert record["models"]["target"]["name"] == "demo-target"
+        assert record["weights"] == expected.provenance["weights"]
+        assert record["settings"]["max_new_tokens"] == 4
+    assert result["provenance"]["models"]["draft"]["name"] == "demo-draft"
+
+
+def test_of_several_texts_of_a_prompt_each_is_a_record(lines: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    options = ("--num-return-sequences", "2", "--temperature", "1", "--prompt-file", str(lines), "--out", str(out))
+    done = run("generate", *SHORT, *options, "--option", "output_logprobs=true")
+    assert done.exit_code == 0, done.output
+    assert "4 texts" in done.stdout
+    assert "row 0" not in done.stdout
+    assert [(r["id"], r["sample"]) for r in records(out)] == [
+        ("mine/x", 0),
+        ("mine/x", 1),
+        ("mine/y", 0),
+        ("mine/y", 1),
+    ]
+    assert all(len(r["logprobs"]) == 4 for r in records(out))
+
+
+def test_a_config_s_prompts_are_named_too(tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text("pair: {target: demo-target}\nprompts: ['a = ']\ngeneration: {max_new_tokens: 1}\n")
+    assert run_json("generate", "--config", str(config))["prompts"] == [
+        {"id": "prompt 0", "category": "", "prompt": "a = "}
+    ]
+
+
+def test_help_says_what_a_prompt_file_is() -> None:
+    shown = " ".join(run("generate", "--help", env={"COLUMNS": "200"}).stdout.split())
+    assert ".jsonl" in shown
+    assert "no effect beside" in refused("generate", *SHORT, "--prompt", "a", "--category", "qa")

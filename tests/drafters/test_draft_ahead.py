@@ -1,0 +1,124 @@
+"""Drafts that start before the host knows the verdict: the same drafts, and none where somebody else has a say."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from specdec.drafters.draft_model import pipelined as draft_ahead
+from specdec.drafters.draft_model import strategy as draft_model
+from specdec.drafters.draft_model.core import POSITIONS, STARTS, TOKENS
+from specdec.drafters.draft_model.pipelined import _caught_up
+from tests.device.test_graphs import decoder
+from tests.helpers.recording import OnlyPasses, Rerun
+
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1], [9, 9, 8], [5] * 20, [1, 2]]
+FIXED = {"strategies": ["draft-model:n_max=3"]}
+CALLS: dict[str, dict[str, Any]] = {
+    "greedy": FIXED,
+    "one token": {"strategies": ["draft-model:n_max=1"]},
+    "more than a pass": {"strategies": ["draft-model:n_max=24"]},
+    "sampled": {**FIXED, "temperature": 0.9, "seed": 3},
+    "match": {**FIXED, "temperature": 0.9, "seed": 3, "acceptance": "match"},
+    "coupled": {**FIXED, "temperature": 0.9, "seed": 3, "acceptance": "coupled"},
+    "warped": {**FIXED, "temperature": 0.7, "top_k": 5, "seed": 1},
+    "p_min": {"strategies": ["draft-model:n_max=4:p_min=0.3"]},
+    "p_min, sampled": {"strategies": ["draft-model:n_max=4:p_min=0.3:n_min=1"], "temperature": 0.9},
+    "stops": {**FIXED, "eos_token_id": list(range(0, 128, 9)), "ignore_eos": False},
+    "records": {**FIXED, "output_logprobs": True},
+}
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
+    """How often a draft that was made ahead was what was asked for, and how often it was not."""
+    found: Counter[bool] = Counter()
+
+    def take(*arguments: Any) -> bool:
+        taken = draft_ahead.take(*arguments)
+        found[taken] += 1
+        return taken
+
+    monkeypatch.setattr(draft_model, "take", take)
+    return found
+
+
+@pytest.mark.fast(1)
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("call", CALLS)
+def test_drafts_made_ahead_are_those_that_would_have_been_made(call: str, batch: int, looks: Counter[bool]) -> None:
+    eager, ahead = decoder(), decoder(Rerun)
+    for prompts, length in ((PROMPTS, 16), (PROMPTS[1:3], 24)):
+        options = {"ignore_eos": True, "batch_size": batch, **CALLS[call]}
+        expected, out = (d.generate(prompts, length, **options) for d in (eager, ahead))
+        assert out.token_ids == expected.token_ids
+        assert out.stats.rows == expected.stats.rows  # drafted and accepted tokens of every round
+        assert out.stats.verify_passes == expected.stats.verify_passes == out.stats.host_reads
+        if call == "records":
+            for mine, theirs in zip(out.logprobs, expected.logprobs, strict=True):
+                assert mine == pytest.approx(theirs, abs=1e-4)
+    assert looks[True] > 0 or call == "more than a pass"
+    if batch > 1 and call == "stops":
+        assert looks[False] > 0  # a slot was taken over by the next prompt
+
+
+def test_most_rounds_of_a_row_find_their_draft_made(looks: Counter[bool]) -> None:
+    out = decoder(Rerun).generate(PROMPTS[:1], 40, ignore_eos=True, **FIXED)
+    rounds = out.stats.verify_passes
+    assert looks[False] == 0
+    assert rounds - 6 <= looks[True] < rounds  # all but the first, and the last ones, which may be cut
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strategies": ["prompt-lookup", "draft-model:n_max=3"]},
+        {"strategies": ["draft-model"]},
+        {"strategies": ["draft-model:tree=2x2"]},
+        {**FIXED, "repetition_penalty": 1.2},
+    ],
+)
+def test_where_somebody_else_has_a_say_nothing_is_made_ahead(options: dict[str, Any], looks: Counter[bool]) -> None:
+    eager, recorded = decoder(), decoder(Rerun)
+    options = {"ignore_eos": True, **options}
+    assert recorded.generate(PROMPTS, 20, **options).token_ids == eager.generate(PROMPTS, 20, **options).token_ids
+    assert not looks
+
+
+def test_without_larger_programs_the_drafts_are_the_same(looks: Counter[bool]) -> None:
+    out, expected = (d.generate(PROMPTS, 24, ignore_eos=True, **FIXED) for d in (decoder(OnlyPasses), decoder()))
+    assert out.token_ids == expected.token_ids
+    assert out.stats.rows == expected.stats.rows
+
+
+def test_a_call_that_is_given_up_leaves_its_cache_to_the_next(looks: Counter[bool]) -> None:
+    eager, ahead = decoder(), decoder(Rerun)
+    rounds = ahead.rounds(PROMPTS[0], max_new_tokens=40, ignore_eos=True, **FIXED)
+    for _ in range(3):
+        next(rounds)
+    rounds.close()
+    for _ in range(2):
+        out, expected = (d.generate(PROMPTS, 24, ignore_eos=True, **FIXED) for d in (ahead, eager))
+        assert out.token_ids == expected.token_ids
+        assert out.stats.rows == expected.stats.rows
+
+
+def test_what_is_fed_follows_from_the_verdict() -> None:
+    # Rows: nothing stood, some stood, all stood, no draft. Sizes 10, 10, 10, 0.
+    table = torch.tensor([[10, 7, 3], [10, 7, 3], [10, 7, 3], [0, 0, 0]])
+    draft = torch.tensor([[21, 22, 23]] * 4)
+    made = _caught_up(table, draft, torch.tensor([0, 2, 3, 0]), torch.tensor([90, 91, 92, 93]), 2)
+    assert made[:3].tolist() == [
+        # start, count, key, position of the first drafted token, tokens
+        [10, 1, 7, 11, 90, 0],
+        [12, 1, 7, 13, 91, 0],
+        [12, 2, 7, 14, 23, 92],
+    ]
+    assert made[3, STARTS : STARTS + 2].tolist() == [0, 0]
+    wide = _caught_up(table, draft, torch.tensor([0, 2, 3, 0]), torch.tensor([90, 91, 92, 93]), 4)
+    assert wide[:, : TOKENS + 2].tolist() == made.tolist()
+    assert wide[:3, POSITIONS].tolist() == [11, 13, 14]
+    assert not wide[:, TOKENS + 2 :].any()

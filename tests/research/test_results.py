@@ -1,0 +1,204 @@
+"""Results as data: every expected number is worked out by hand, and all verbs say the same of one run."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from specdec import Results
+from specdec.cli import app
+from specdec.errors import SpecdecError
+from specdec.research.ablation.table import write_table
+from specdec.research.bootstrap import least_p, sign_flip_test
+from specdec.research.results_table import escape_latex
+from tests.helpers.grid import PROMPTS
+from tests.research.test_plots import BEATEN, K1, K2, PLAIN, row
+
+CHAIN = [("prompt-lookup", 2, 1), ("draft-model", 3, 3), (None, 0, 0), ("draft-model", 3, 0)]
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[Any]:
+    made = []
+    for prompt, category in (("a", "code"), ("b", "code"), ("c", "a_b & c")):
+        made += [
+            row("plain", prompt, PLAIN, category=category, k=None, strategies="plain"),
+            row("draft k=1", prompt, K1, 0.1, category=category, k=1, strategies="draft"),
+            row("draft k=2", prompt, K2, 0.1, category=category, k=2, strategies="draft"),
+            row("lookup", prompt, BEATEN, category=category, k=None, strategies="lookup"),
+        ]
+    return made
+
+
+def value(table: Any, figure: str, **where: Any) -> Any:
+    [found] = [r for r in table.flat() if all(r[n] == v for n, v in where.items())]
+    return found[figure]
+
+
+def test_positions_have_three_rates_by_their_names(rows: list[Any]) -> None:
+    table = Results.load(rows).by("strategy", "k", "position")
+    assert [(r["strategy"], r["k"], r["position"]) for r in table.rows] == [
+        ("draft-model", 1, 1), ("draft-model", 2, 1), ("draft-model", 2, 2), ("prompt-lookup", None, 1),
+    ]  # fmt: skip
+    second = next(r for r in table.flat() if r["position"] == 2)
+    assert (second["drafted"], second["tested"], second["accepted"]) == (15, 12, 9)
+    assert second["conditional_acceptance_rate"] == pytest.approx(9 / 12)
+    assert second["draft_acceptance_rate"] == second["acceptance_rate"] == pytest.approx(9 / 15)
+    assert second["conditional_acceptance_rate_low"] <= 9 / 12 <= second["conditional_acceptance_rate_high"]
+
+
+def test_groups_of_rows_pool_counts_and_pair_speeds(rows: list[Any]) -> None:
+    table = Results.load(rows).by("setting", "category")
+    assert value(table, "tokens_per_round", setting="draft k=2", category="code") == pytest.approx(12 / 5)
+    assert value(table, "conditional_acceptance_rate", setting="draft k=1", category="code") == pytest.approx(0.5)
+    assert value(table, "acceptance_length", setting="draft k=2", category="code") == pytest.approx(1 + 7 / 5)
+    assert value(table, "speedup", setting="draft k=1", category="code") == pytest.approx(13 / 9.8)
+    assert value(table, "draft_acceptance_rate", setting="plain", category="code") is None
+    assert "plain" not in {r["k"] for r in Results.load(rows).by("k").flat()}
+
+
+def test_a_mixed_chain_is_split_by_who_drafted_and_how_much() -> None:
+    mixed = [row("chain", p, CHAIN, strategies="both") for p in ("a", "b")]
+    table = Results.load(mixed).by("strategy")
+    assert value(table, "draft_acceptance_rate", strategy="draft-model") == pytest.approx(3 / 6)
+    assert value(table, "conditional_acceptance_rate", strategy="draft-model") == pytest.approx(3 / 4)
+    assert value(table, "tokens_per_round", strategy="(no draft)") == 1.0
+    by_length = Results.load(mixed).by("length")
+    assert [(r["length"], r["drafted_rounds"]) for r in by_length.rows] == [(2, 2), (3, 4)]
+
+
+def test_a_filter_keeps_the_plain_rows_that_speed_ups_need(rows: list[Any]) -> None:
+    few = Results.load(rows).where(k=[1], category="code")
+    assert {r["setting"] for r in few.rows} == {"plain", "draft k=1"}
+    assert value(few.by("k"), "speedup", k=1) == pytest.approx(13 / 9.8)
+    assert len(Results.load(rows).where(strategy="prompt-lookup").by("strategy").rows) == 2
+
+
+def test_csv_and_data_frame_have_the_same_columns(rows: list[Any], tmp_path: Path) -> None:
+    pandas = pytest.importorskip("pandas")
+    table = Results.load(rows).by("strategy", "k")
+    frame = table.to_pandas()
+    assert isinstance(frame, pandas.DataFrame)
+    text = table.to_csv(tmp_path / "a.csv")
+    read = list(csv.DictReader(io.StringIO((tmp_path / "a.csv").read_text())))
+    assert list(read[0]) == list(frame.columns)
+    assert len(read) == len(frame) == text.count("\n") - 1
+    assert "records" not in Results.load(rows).to_csv().splitlines()[0]
+
+
+def test_latex_has_rules_intervals_and_escaped_names(rows: list[Any]) -> None:
+    made = Results.load(rows).by("category").to_latex(figures=["tokens_per_round", "rounds"])
+    assert r"a\_b \& c" in made
+    for part in (r"\toprule", r"\midrule", r"\bottomrule", r"\begin{tabular}{lrr}", "category & tokens/round & rounds"):
+        assert part in made
+    assert "--$" in made  # an interval
+    assert escape_latex("50% of {x}\\") == r"50\% of \{x\}\textbackslash{}"
+
+
+def test_without_pandas_one_line_says_what_to_install(rows: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(SpecdecError, match=r"pandas.*specdec\[research\]"):
+        Results.load(rows).by("k").to_pandas()
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda r: r.by("strateg"), ("strateg", "strategy")),
+        (lambda r: r.by("k", "k"), ("twice",)),
+        (lambda r: r.where(kk=3), ("kk",)),
+        (lambda r: r.where(k=99), ("99",)),
+        (lambda r: r.by("k").to_latex(figures=["speed"]), ("speed",)),
+        (lambda r: r.against("nobody"), ("nobody",)),
+        (lambda r: Results.load("no/such/folder"), ("no/such/folder",)),
+        (lambda r: Results.load([]), ("no rows",)),
+    ],
+)
+def test_bad_names_are_one_line(rows: list[Any], call: Any, words: tuple[str, ...]) -> None:
+    with pytest.raises(SpecdecError) as error:
+        call(Results.load(rows))
+    assert all(word in str(error.value) for word in words)
+
+
+def test_a_named_baseline_pairs_the_settings_and_says_the_least_p(rows: list[Any]) -> None:
+    table = Results.load(rows).against("lookup")
+    assert {(r["setting"], r["against"]) for r in table.rows} == {("draft k=1", "lookup"), ("draft k=2", "lookup")}
+    difference = value(table, "tokens_per_round_difference", setting="draft k=1")
+    assert difference == pytest.approx(12 / 8 - 12 / 11)
+    assert value(table, "least_p", setting="draft k=1") == least_p(3) == 2 / 2**3
+
+
+@pytest.mark.parametrize("n", [2, 5, 13])
+def test_no_test_falls_below_the_least_p(n: int) -> None:
+    assert sign_flip_test([1.0 + i for i in range(n)]) == least_p(n)
+
+
+def test_the_verb_prints_every_form(rows: list[Any], tmp_path: Path) -> None:
+    write_table(rows, tmp_path / "table.parquet")
+
+    def ask(*arguments: str) -> str:
+        done = CliRunner().invoke(app, ["results", str(tmp_path), *arguments])
+        assert done.exit_code == 0, done.output
+        return done.stdout
+
+    found = json.loads(ask("--by", "k,position", "--json"))
+    assert {entry["position"] for entry in found} == {1, 2}
+    assert ask("--by", "k", "--csv", "--where", "category=code").startswith("k,rows,prompts")
+    assert r"\toprule" in ask("--latex", "--figures", "speedup")
+    assert "accepted per" in ask("--by", "strategy")
+    assert "lookup" in ask("--baseline", "lookup")
+    wrong = CliRunner().invoke(app, ["results", str(tmp_path), "--baseline", "lookup", "--by", "k"])
+    assert wrong.exit_code == 2
+
+
+# -- one run, every verb ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+def test_over_one_run_every_verb_gives_the_same_value_for_the_same_name(tmp_path: Path) -> None:
+    pair = {"target": "demo-target", "draft": "demo-draft"}
+    texts = list(PROMPTS[:3])
+    (tmp_path / "a.yaml").write_text(
+        json.dumps(
+            {
+                "pairs": {"tiny": pair}, "strategies": {"draft-model": [{"name": "draft-model", "n_max": 3}]},
+                "prompts": texts, "generation": {"max_new_tokens": 12}, "warm_up_tokens": 0,
+            }
+        )
+    )  # fmt: skip
+    prompts = [part for text in texts for part in ("--prompt", text)]
+    models = ["--target", pair["target"], "--draft", pair["draft"], "--max-new-tokens", "12", *prompts]
+    chain = ["--strategies", "draft-model:n_max=3"]
+
+    def ask(*arguments: str) -> Any:
+        done = CliRunner().invoke(app, [*arguments, "--json"])
+        assert done.exit_code == 0, done.output
+        return json.loads(done.stdout)
+
+    out = ask("generate", *models, *chain)["stats"]
+    ablated = ask("ablate", str(tmp_path / "a.yaml"), "--out", str(tmp_path / "runs"))["settings"]["draft-model"]
+    compared = ask("compare", *models, "--k", "3")["candidates"][0]
+    ask("trace", "record", *models, *chain, "--out", str(tmp_path / "trace"))
+    grouped = [
+        next(e for e in ask("results", str(tmp_path / name), "--by", "strategy") if e["strategy"] == "draft-model")
+        for name in ("runs", "trace")
+    ]
+    traced = ask("trace", "show", str(tmp_path / "trace"))
+    assert 0 < out["draft_acceptance_rate"] < out["conditional_acceptance_rate"] < 1
+    for name in ("draft_acceptance_rate", "conditional_acceptance_rate", "tokens_per_round"):
+        others = [ablated[name]["value"], compared[name]["value"], *(g[name] for g in grouped)]
+        assert others == pytest.approx([out[name]] * len(others)), name
+        assert out["strategies"]["draft-model"][name] == pytest.approx(out[name])
+    assert grouped[0]["draft_tokens"] == grouped[1]["draft_tokens"] == out["draft_tokens"]
+    assert compared["conditional_acceptance_rate_per_position"] == pytest.approx(
+        out["conditional_acceptance_rate_per_position"]
+    )
+    assert "draft_acceptance_rate" in json.dumps(traced)
+    assert ablated["acceptance"] == ablated["conditional_acceptance_rate"]  # the old name
