@@ -21,6 +21,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +34,6 @@ from specdec.research.bench.speed_report import speed_block
 from specdec.research.bench.tables import interval, made_with, markdown
 from specdec.research.exactness.run import PARTS
 from specdec.research.exactness.summary import table
-from specdec.research.models.sweep import models_block
 
 ROOT = Path(__file__).resolve().parents[1]
 HEADLINES = ("bench_h100", "bench_cpu")  # whose first scenario is in README.md
@@ -208,6 +209,33 @@ def formula_block(result: Result) -> str:
         [f"`{e['rule']}`", str(e["positions"]), *(f"{e[name]:.3f}" for name in figures)] for e in result["acceptance"]
     ]
     return markdown(heads, rows)
+
+
+def models_block(result: Result) -> str:
+    """Say what became of every model type."""
+    rows = result["rows"]
+    kinds = {
+        kind: [row for row in rows if row["outcome"] == kind] for kind in ("equal", "wrong", "refused", "not built")
+    }
+    head = (
+        f"{made_with(result, 'scripts/sweep_models.py')} Of {len(rows)} types, tiny and with random weights, "
+        f"{len(kinds['equal'])} give the greedy text of `model.generate` in float32 (plain, with chains and with "
+        f"trees, with shared and with kept beginnings), {len(kinds['refused'])} are refused, {len(kinds['wrong'])} are "
+        f"wrong, and {len(kinds['not built'])} cannot be built at this size."
+    )
+    table = []
+    for kind, found in kinds.items():
+        reasons = Counter(map(_general, found))
+        for reason in sorted(reasons, key=lambda r: -reasons[r]):
+            types = ", ".join(f"`{row['model_type']}`" for row in found if _general(row) == reason)
+            table.append([f"{kind}: {reason}" if reason else kind, types])
+    return f"{head}\n\n{markdown(('what becomes of it', 'types'), table)}"
+
+
+def _general(row: Result) -> str:
+    """A reason without the type's name, the figures, and what torch or transformers said."""
+    reason = re.sub(r"^target \([^)]*\) (is not supported: )?", "", row["reason"]).split("; a pass over")[0]
+    return re.sub(r" \([^()]*(\([^()]*\)[^()]*)*\)$", "", reason)
 
 
 class Block(NamedTuple):

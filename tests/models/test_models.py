@@ -6,7 +6,10 @@ from dataclasses import asdict
 
 import pytest
 
-from specdec.research.models.sweep import EQUAL, NOT_BUILT, REFUSED, Found, model_types, models_block, sweep, try_type
+from tests.helpers.scripts import load_script
+
+SWEEP = load_script("sweep_models")
+EQUAL, REFUSED, NOT_BUILT, Found = SWEEP.EQUAL, SWEEP.REFUSED, SWEEP.NOT_BUILT, SWEEP.Found
 
 # Layers that take keys and values from others, that differ in heads or widths, that run several times.
 SHARED = ("gemma3n_text", "gemma4_text", "gemma4_unified_text")
@@ -14,21 +17,23 @@ UNEVEN = ("jetmoe", "laguna", "mimo_v2_flash")
 REPEATED = ("dory",)
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("kind", SHARED)
 def test_layers_that_share_keys_and_values_give_the_texts_of_generate(kind: str) -> None:
-    assert try_type(kind) == Found(kind, EQUAL)
+    assert SWEEP.try_type(kind) == Found(kind, EQUAL)
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("kind", [*UNEVEN, *REPEATED])
 def test_uneven_layers_give_the_texts_of_generate(kind: str) -> None:
-    assert try_type(kind, quick=True) == Found(kind, EQUAL)
+    assert SWEEP.try_type(kind, quick=True) == Found(kind, EQUAL)
 
 
 @pytest.mark.parametrize(
     ("kind", "why"), [("deepseek_v32", "keys and values"), ("zaya", "recurrent"), ("roberta", "encoder")]
 )
 def test_what_cannot_work_is_refused_in_words(kind: str, why: str) -> None:
-    found = try_type(kind)
+    found = SWEEP.try_type(kind)
     assert found.outcome == REFUSED
     assert why in found.reason
 
@@ -41,7 +46,8 @@ def test_the_table_holds_every_outcome() -> None:
         Found("d", NOT_BUILT, "ValueError: no"),
     ]
     versions = {"transformers": "5", "torch": "2", "specdec": "0"}
-    block = models_block({"date": "today", "versions": versions, "rows": [asdict(row) for row in rows]})
+    result = {"date": "today", "versions": versions, "rows": [asdict(row) for row in rows]}
+    block = load_script("write_results").models_block(result)
     assert "Of 4 types" in block
     assert "| refused: it takes no cache | `b`, `c` |" in block
     assert "| not built: ValueError: no | `d` |" in block
@@ -49,7 +55,7 @@ def test_the_table_holds_every_outcome() -> None:
 
 @pytest.mark.full
 def test_every_type_is_equal_or_refused_in_words() -> None:
-    for found in sweep(model_types(), quick=True):
+    for found in SWEEP.sweep(SWEEP.model_types(), quick=True):
         assert found.outcome in (EQUAL, REFUSED, NOT_BUILT), found
         if found.outcome == REFUSED:
             assert found.reason.startswith("target ("), found
