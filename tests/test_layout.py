@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import warnings
 from pathlib import Path
@@ -25,6 +26,7 @@ def module_of(path: Path) -> str:
 MODULES = {module_of(path): path for path in ROOT.rglob("*.py")}
 
 
+@functools.cache
 def imports(name: str) -> set[str]:
     """The modules of this package that a module imports, also inside functions; not for annotations alone."""
     found = set()

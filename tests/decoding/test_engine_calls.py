@@ -124,6 +124,7 @@ def test_a_prompt_that_extends_an_earlier_row_prefills_only_what_is_new(
     assert out.token_ids == [oracle_greedy(model(), p, 6) for p in third[::-1]]
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("keep", [4, 12, 19])
 def test_a_prompt_that_leaves_an_earlier_row_midway_reuses_the_common_part(
     decoder: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch, keep: int
@@ -292,6 +293,7 @@ def watching_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         yield outside
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.8}, {"temperature": 0.8, "acceptance": "match"}])
 def test_a_draft_model_round_reads_once(
     decoder: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]

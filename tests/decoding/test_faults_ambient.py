@@ -135,7 +135,7 @@ def expected() -> list[Any]:
     return texts(pair())
 
 
-@pytest.mark.fast(7)
+@pytest.mark.fast(5)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_mode_around_calls_changes_nothing(mode: str, expected: list[Any]) -> None:
     dec = pair()

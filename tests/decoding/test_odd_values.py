@@ -107,6 +107,7 @@ def named(value: Any) -> str:
     return " ".join(str(value).split())
 
 
+@pytest.mark.fast(36)
 @pytest.mark.parametrize("options", EQUAL, ids=named)
 def test_the_text_is_transformers_own(options: dict[str, Any]) -> None:
     wanted = [of_transformers(prompt, options) for prompt in PROMPTS]

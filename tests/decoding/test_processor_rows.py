@@ -110,6 +110,7 @@ def processors(*made: Any) -> hf.LogitsProcessorList:
     return hf.LogitsProcessorList(made)
 
 
+@pytest.mark.fast(5)
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_every_row_is_treated_as_in_transformers(name: str) -> None:
     make = PROCESSORS[name]

@@ -55,6 +55,7 @@ def test_a_round_has_both_rejections_and_acceptances_in_these_tests() -> None:
     assert stats.acceptance_histogram[4] > 0
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("rule", ["leviathan", "match", "coupled"])
 def test_the_size_of_the_batch_changes_nothing(rule: str, batch: int) -> None:

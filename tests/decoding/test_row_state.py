@@ -66,6 +66,7 @@ def generate(decoder: SpeculativeDecoder, order: Sequence[int], strategies: Any,
     return dict(zip(order, out.token_ids, strict=True))
 
 
+@pytest.mark.fast(5)
 @pytest.mark.parametrize("name", CHAINS)
 def test_a_row_is_what_it_is_alone(decoder: SpeculativeDecoder, name: str) -> None:
     chain, options = CHAINS[name], {"draft_length": "auto"} if name == "three" else {}
@@ -93,6 +94,7 @@ def test_kept_state_changes_no_row(decoder: SpeculativeDecoder) -> None:
     assert last == alone
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("kind", [NgramMapK, NgramMapK4V, NgramMod, NgramCache])
 def test_upstreams_reuse_of_a_slot_is_asked_for_and_said(decoder: SpeculativeDecoder, kind: Any) -> None:
     sizes = {NgramMod: {"n_match": 16, "n_min": 1, "n_max": 6}, NgramCache: {}}.get(kind, {"size_n": 2, "size_m": 4})

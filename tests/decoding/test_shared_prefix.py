@@ -24,6 +24,7 @@ def pair() -> SpeculativeDecoder:
     return SpeculativeDecoder(MODEL, weaker(MODEL, 0.05))
 
 
+@pytest.mark.fast(4)
 @pytest.mark.parametrize("batch", [1, 2, 4])
 @pytest.mark.parametrize("strategies", [[], [DraftModel(n_max=3)], ["prompt-lookup", DraftModel(n_max=2)]])
 def test_texts_are_those_of_each_prompt_alone(batch: int, strategies: list[Any]) -> None:

@@ -91,6 +91,7 @@ STOPS: dict[str, Any] = {
 }
 
 
+@pytest.mark.fast(8)
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("stop", STOPS)
 def test_figures_are_those_of_the_text(stop: str, batch: int) -> None:
@@ -119,6 +120,7 @@ def test_a_round_that_ends_inside_its_draft_has_no_token_of_its_own(place: int, 
     assert last.tokens == len(out.token_ids[0]) == out.stats.tokens_per_round == place + 1
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.8}, {"temperature": 0.8, "acceptance": "match"}])
 @pytest.mark.parametrize("drafts", [DraftModel(n_max=12), DraftModel(tree="2x2x1")])
 def test_the_draft_model_is_counted_to_the_stop(options: dict[str, Any], drafts: Any) -> None:

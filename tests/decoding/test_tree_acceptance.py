@@ -192,7 +192,7 @@ PLANS: dict[str, Any] = {
 }
 
 
-@pytest.mark.fast(5, again=True)
+@pytest.mark.fast(3, again=True)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("rule", [LEVIATHAN, MATCH, COUPLED], ids=lambda r: r.name)
 def test_three_tokens_after_a_tree_follow_the_targets_law(
@@ -225,6 +225,7 @@ def test_laws_that_were_cut_follow_the_targets_law_also_where_the_draft_has_too_
     assert not verdict.unsound.any()
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("cut", [2, 4, 5])
 def test_siblings_that_fill_up_where_nothing_is_left_to_draw_are_rejected(cut: int) -> None:
     """The twin that claims a law for them: it is seen wherever the law has fewer tokens than the plan has siblings."""

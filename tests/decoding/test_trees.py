@@ -67,7 +67,7 @@ class RandomTrees:
         return Draft(torch.tensor(tokens), torch.tensor(parents), levels=max(depths) + 1, siblings=len(parents))
 
 
-@pytest.mark.fast(4)
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "mistral", "mixtral"])
 def test_greedy_text_with_trees_is_plain_decodings(kind: str, batch: int) -> None:
@@ -103,6 +103,7 @@ def test_trees_whose_shape_only_the_device_knows_are_verified_as_lists_are(optio
     assert found[0] == found[1]
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("width", [None, 24, 64])
 def test_the_width_of_verify_passes_is_a_setting(width: int | None) -> None:
     """Chains of 40 tokens that are right: as many passes as their chunks."""
@@ -232,6 +233,7 @@ def test_texts_drafted_as_trees_follow_the_targets_law(name: str, record_propert
     assert 0.05 < out.stats.acceptance_rate_per_position[0] < 0.98
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("acceptance", ["leviathan", "coupled"])
 def test_a_row_with_a_tree_does_not_depend_on_neighbours_or_batch_size(acceptance: str) -> None:
     decoder = SpeculativeDecoder(small_model(3, 13), small_model(1, 13), check=False)
@@ -358,7 +360,7 @@ NARROW: dict[str, tuple[dict[str, Any], int]] = {
 WIDE = [DraftModel(tree=[3, 2, 2]), DraftModel(tree=[15]), DraftModel(branches=4, p_split=0.0, n_max=3)]
 
 
-@pytest.mark.fast(10)
+@pytest.mark.fast(4)
 @pytest.mark.parametrize("acceptance", ["leviathan", "match", "coupled"])
 @pytest.mark.parametrize("cause", NARROW)
 def test_where_few_tokens_are_possible_a_level_has_fewer_children(cause: str, acceptance: str) -> None:
@@ -386,6 +388,7 @@ def test_where_few_tokens_are_possible_a_level_has_fewer_children(cause: str, ac
         assert drafted == stats.draft_tokens == stats.counters["draft-model"].n_gen_tokens
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("acceptance", ["leviathan", "match", "coupled"])
 def test_a_tree_of_one_possible_token_is_the_chain(acceptance: str) -> None:
     model = small_model(3, 13)

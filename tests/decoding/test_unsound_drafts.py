@@ -61,6 +61,7 @@ LAWS = {
 }
 
 
+@pytest.mark.fast(6)
 @pytest.mark.parametrize("parents", [None, [-1]], ids=["chain", "tree"])
 @pytest.mark.parametrize("name", LAWS)
 def test_a_q_that_cannot_be_is_refused_where_it_matters(name: str, parents: Any, decoder: SpeculativeDecoder) -> None:

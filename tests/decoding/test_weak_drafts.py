@@ -43,6 +43,7 @@ def said(strategies: Any, prompts: Any = PROMPTS, n: int = N, **options: Any) ->
     return out.provenance["warnings"]
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(
     ("strategies", "options"),
     [
@@ -88,6 +89,7 @@ def test_a_lookup_that_finds_the_wrong_thing_is_told_to_be_left_out() -> None:
     assert PAIR not in text
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("length", ["short", "right", "half", "nothing drafted", "plain"])
 def test_silence_where_there_is_nothing_to_say(length: str) -> None:
     if length == "short":
