@@ -19,6 +19,7 @@ from specdec.cli.benchmark import bench_config
 from specdec.config import from_dict, load_yaml
 from specdec.decoding.provenance import hash_ids, hash_template
 from specdec.errors import SpecdecError
+from specdec.files.own_code import search_folder
 from specdec.research.bench import profile, run, targets
 from specdec.research.bench.config import BenchConfig, DataChoice, Scenario, Target
 from specdec.research.bench.contenders import make_contender
@@ -34,6 +35,7 @@ from tests.helpers.tiny import tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("bench_*.yaml"))
+search_folder(ROOT / "configs")  # for other_libraries.py
 PLAIN: dict[str, Any] = {"contenders": {"plain": {"kind": "specdec"}}, "scenarios": {"one": {}}}
 
 
@@ -85,6 +87,8 @@ def test_a_faulty_config_is_named(change: dict[str, Any], named: str) -> None:
     ("options", "named"),
     [
         ({"kind": "specdek"}, "specdec"),
+        ({"kind": "other_libraries:Economise"}, "Economize"),
+        ({"kind": "other_libraries:dataclass"}, "no subclass of Contender"),
         ({"kind": "specdec", "strategy": "suffix"}, "strategies"),
         ({"kind": "specdec", "strategies": ["sufix"]}, "suffix"),
         ({"kind": "specdec", "compile": "fast"}, "fast"),
@@ -93,7 +97,7 @@ def test_a_faulty_config_is_named(change: dict[str, Any], named: str) -> None:
         ({"kind": "specdec", "generate": {"temprature": 1}}, "temperature"),
         ({"kind": "transformers", "cache": "dynamic"}, "dynamic"),
         ({"kind": "transformers", "generate": 3}, "generate"),
-        ({"kind": "economize", "technique": "jump"}, "technique"),
+        ({"kind": "other_libraries:Economize", "technique": "jump"}, "technique"),
     ],
 )
 def test_a_faulty_contender_is_named_before_anything_is_loaded(options: dict[str, Any], named: str) -> None:
@@ -350,27 +354,28 @@ def test_the_best_of_several_divisors_counts() -> None:
 # -- other implementations -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["economize", "flashspec"])
+@pytest.mark.parametrize("kind", ["Economize", "Flashspec"])
 def test_what_is_not_installed_says_so(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "install specdec[bench]" in str(make_contender("c", {"kind": kind}).refuses(1))
+    assert "install specdec[bench]" in str(make_contender("c", {"kind": f"other_libraries:{kind}"}).refuses(1))
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"kind": "economize"},
-        {"kind": "economize", "technique": "draft-model", "cycle_length": 4},
-        {"kind": "economize", "technique": "lookup"},
-        {"kind": "economize", "technique": "hybrid", "max_drafts": 2},
-        {"kind": "flashspec"},
-        {"kind": "flashspec", "strategy": "bandit", "gamma": 3},
+        {"kind": "other_libraries:Economize"},
+        {"kind": "other_libraries:Economize", "technique": "draft-model", "cycle_length": 4},
+        {"kind": "other_libraries:Economize", "technique": "lookup"},
+        {"kind": "other_libraries:Economize", "technique": "hybrid", "max_drafts": 2},
+        {"kind": "other_libraries:Flashspec"},
+        {"kind": "other_libraries:Flashspec", "strategy": "bandit", "gamma": 3},
     ],
     ids=lambda options: "-".join(str(v) for v in options.values()),
 )
 def test_other_implementations_write_plain_decodings_ids(pair: Pair, options: dict[str, Any]) -> None:
-    pytest.importorskip(options["kind"])
     other, plain = make_contender("other", options), make_contender("plain", {"kind": "specdec"})
+    if other.version() is None:
+        pytest.skip(f"{other.kind} is not installed")
     call = items(pair, DataChoice("humaneval", longest=24), Scenario(prompts=1))[0]
     for contender in (other, plain):
         contender.enter(pair)

@@ -22,8 +22,9 @@ class Output:
 
 
 class Contender:
-    """One way of decoding with the pair's models, which it leaves as they are. To add one: `kind`, `options_class`, a
-    frozen dataclass, and the methods that raise here; and a line in contenders/__init__.py.
+    """One way of decoding with the pair's models, which it leaves as they are. To add one: a subclass in a file beside
+    the config, with `kind`, `options_class`, a frozen dataclass, and the methods that raise here; a config names it
+    `my_module:MyContender` (configs/other_libraries.py).
 
     Raises SpecdecError for options that it does not have.
     """

@@ -1,7 +1,9 @@
-"""economize (https://github.com/Thiggel/economize, Apache-2.0), written against its version 0.3.2.
+"""Other implementations as contenders of a benchmark: `kind: "other_libraries:Economize"` in a file beside this one.
 
-Its techniques attach to the pair's target for a run's preparation and leave its weights as they are; its draft model is
-loaded by economize itself, from a folder.
+economize (https://github.com/Thiggel/economize, Apache-2.0), written against its version 0.3.2: its techniques attach
+to the pair's target for a run's preparation and leave its weights as they are; its draft model is loaded by economize
+itself, from a folder. flashspec (https://github.com/Mattral/FlashSpec, Apache-2.0), written against its version 0.3.1.
+Both are skipped where they are not installed (`pip install specdec[bench]`).
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ TECHNIQUES = ("plain", "draft-model", "lookup", "hybrid")
 
 
 @dataclass(frozen=True)
-class Options:
+class EconomizeOptions:
     """technique: plain, draft-model, lookup, or hybrid = lookup with the draft model as fallback. The others are
     economize's, by its names: cycle_length = drafted tokens + 1; min_confidence ends a draft; max_ngram, min_ngram,
     match of the lookup; max_drafts of the fallback; cuda_graphs; sync_interval of plain decoding."""
@@ -39,7 +41,7 @@ class Economize(Contender):
     """One configuration of economize on the target."""
 
     kind = "economize"
-    options_class = Options
+    options_class = EconomizeOptions
 
     def __init__(self, name: str, options: Mapping[str, Any]):
         super().__init__(name, options)
@@ -94,3 +96,65 @@ class Economize(Contender):
             return []
         draft = DraftModelConfig(model=self.pair.draft_folder)
         return [draft] if o.technique == "draft-model" else [HybridConfig(draft, max_drafts=o.max_drafts, **ngrams)]
+
+
+@dataclass(frozen=True)
+class FlashspecOptions:
+    """flashspec's own, by its names. strategy: auto, bandit (= the draft model alone), composite-g4 or composite-g6-f2
+    (lookup first); gamma: tokens the draft model proposes; compile: "auto", True or False."""
+
+    strategy: str = "auto"
+    gamma: int = 4
+    compile: Any = "auto"
+
+
+class Flashspec(Contender):
+    """flashspec's engine around the pair's models, greedy."""
+
+    kind = "flashspec"
+    options_class = FlashspecOptions
+
+    def __init__(self, name: str, options: Mapping[str, Any]):
+        super().__init__(name, options)
+        self.engine: Any = None
+
+    def version(self) -> str | None:
+        return installed("flashspec")
+
+    def refuses(self, batch: int) -> str | None:
+        if self.version() is None:
+            return "flashspec is not installed: install specdec[bench]"
+        return "flashspec's graphs are for one row" if batch > 1 else None
+
+    def run(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, ignore_eos: bool) -> Output:
+        if self.engine is None:
+            self.engine = self._build()
+        ids = torch.tensor([list(p) for p in prompts], device=self.pair.device)
+        eos = () if ignore_eos else tuple(self.pair.eos)
+        result = self.engine.generate(ids, max_new_tokens=max_new_tokens, eos_token_ids=eos)
+        rows = [[t for t in row if t >= 0] for row in result.output_ids.tolist()]
+        steps = result.arm_steps
+        figures = {
+            "rounds": len(steps),
+            "drafted_rounds": sum(s.proposed > 0 for s in steps),
+            "draft_tokens": sum(s.proposed for s in steps),
+            "accepted_tokens": sum(s.accepted for s in steps),
+            "generated_tokens": sum(map(len, rows)),
+        }
+        return Output(rows, figures if steps else {})
+
+    def _build(self) -> Any:
+        from flashspec import BanditConfig, FlashSpecConfig, SamplingConfig, SpeculativeEngine
+        from flashspec.engine import HuggingFaceDrafter, TargetModel
+
+        pair, o = self.pair, self.options
+        config = FlashSpecConfig(
+            device=str(pair.target.device),
+            dtype=str(pair.dtype).removeprefix("torch."),
+            compile=o.compile,
+            drafter_strategy=o.strategy,
+            sampling=SamplingConfig(temperature=0.0, gamma=o.gamma),
+            bandit=BanditConfig(n_arms=1),
+        )
+        drafter = HuggingFaceDrafter("draft", pair.device, pair.dtype, model=pair.draft)
+        return SpeculativeEngine(config, [drafter], TargetModel("target", pair.device, pair.dtype, model=pair.target))
