@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         NgramMod,
         NgramSimple,
         PromptLookup,
+        Rest,
         Suffix,
         SuffixStore,
         TokenRecycling,
@@ -46,7 +47,7 @@ __all__ = [
     "STRATEGIES", "UNSET", "AcceptanceRule", "CostTable", "Draft", "DraftModel", "DraftRequest", "Drafter",
     "Eagle3", "EarlyExit", "Generation", "GenerationRow", "GenerationSettings", "LoadedPair", "LookupCache",
     "NgramCache", "NgramMapK", "NgramMapK4V", "NgramMod", "NgramSimple", "PairConfig", "PairReport", "PromptLookup",
-    "Results", "Round", "RunConfig", "SpecdecError", "SpeculativeDecoder", "Stats", "Suffix", "SuffixStore",
+    "Rest", "Results", "Round", "RunConfig", "SpecdecError", "SpeculativeDecoder", "Stats", "Suffix", "SuffixStore",
     "TokenRecycling", "fuse_projections", "load_pair", "measure_costs", "register_rule",
 ]  # fmt: skip
 

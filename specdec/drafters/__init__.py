@@ -15,6 +15,7 @@ from specdec.drafters.ngram.mod import NgramMod
 from specdec.drafters.ngram.simple import NgramSimple
 from specdec.drafters.prompt_lookup import PromptLookup
 from specdec.drafters.recycling import TokenRecycling
+from specdec.drafters.rest import Rest
 from specdec.drafters.self_speculation.strategy import EarlyExit
 from specdec.drafters.suffix import Suffix
 from specdec.drafters.suffix_index import SuffixStore
@@ -26,6 +27,7 @@ STRATEGIES: dict[str, type[Any]] = {
     "prompt-lookup": PromptLookup,
     "recycling": TokenRecycling,
     "suffix": Suffix,
+    "rest": Rest,
     "ngram-simple": NgramSimple,
     "ngram-map-k": NgramMapK,
     "ngram-map-k4v": NgramMapK4V,
@@ -95,6 +97,6 @@ def _missing(made: Any) -> str:
 
 __all__ = [
     "STRATEGIES", "Draft", "DraftModel", "DraftRequest", "Drafter", "Eagle3", "EarlyExit", "LookupCache", "NgramCache",
-    "NgramMapK", "NgramMapK4V", "NgramMod", "NgramSimple", "PromptLookup", "Suffix", "SuffixStore", "TokenRecycling",
-    "find_strategy", "make_drafters", "parse_strategy",
+    "NgramMapK", "NgramMapK4V", "NgramMod", "NgramSimple", "PromptLookup", "Rest", "Suffix", "SuffixStore",
+    "TokenRecycling", "find_strategy", "make_drafters", "parse_strategy",
 ]  # fmt: skip

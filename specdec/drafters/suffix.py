@@ -14,6 +14,11 @@ right with probability s * n / (n + `novelty`); the draft ends where the product
 On texts that no published figure uses the product was within 0.07 of the observed frequency. The defaults were chosen
 on those texts too: continuations of HumanEval and GSM8K prompts.
 
+*SuffixDecoding's own choice* (`min_token_prob`): every length of agreement makes a draft of the most frequent
+continuations, votes unweighed, which ends where the product of their shares is below `min_token_prob`; the draft with
+the largest sum of these products, its expected accepted tokens, is taken. *SAM decoding's fallback* is a chain: with
+`min_match` nothing is proposed below that agreement, and the next strategy is asked.
+
 Cost: one binary search per segment and some vector operations over the voters, for any length of row. Memory: see
 suffix_index.py; the row's own buffer is at most 16 bytes per token.
 """
@@ -21,6 +26,7 @@ suffix_index.py; the row's own buffer is at most 16 bytes per token.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +47,9 @@ class Suffix(RowDrafter):
     depth: most context tokens that are compared
     voters: how many positions vote
     order_weight, half_age, gap_cost: weights of votes, the last two in tokens
+    min_match: least agreement, in tokens, that makes a draft
+    max_spec_factor: a draft has at most so many tokens for each that agrees; None: no such limit
+    min_token_prob: SuffixDecoding's choice of a draft; None: the votes above
     store: a `SuffixStore`; None: the row's own text alone
     remember: rows enter the store when they end
     """
@@ -53,6 +62,9 @@ class Suffix(RowDrafter):
     half_age: float = 100.0
     gap_cost: float | None = 8.0
     novelty: float = 2.0
+    min_match: int = 0
+    max_spec_factor: float | None = None
+    min_token_prob: float | None = None
     store: SuffixStore | None = None
     remember: bool = False
     name: str = field(init=False, default="suffix")
@@ -67,6 +79,16 @@ class Suffix(RowDrafter):
         if self.gap_cost is not None:
             check_number("suffix: gap_cost", self.gap_cost, 0.0, 1e6)
         check_number("suffix: novelty", self.novelty, 0.0, 1e30)
+        check_whole("suffix: min_match", self.min_match, 0)
+        if self.min_match > self.depth:
+            raise SpecdecError(
+                f"suffix: min_match={self.min_match} is above depth={self.depth}: give at most the depth"
+            )
+        if self.max_spec_factor is not None:
+            check_number("suffix: max_spec_factor", self.max_spec_factor, 0.0, 1e6)
+        if self.min_token_prob is not None:
+            check_number("suffix: min_token_prob", self.min_token_prob, 0.0, 1.0)
+            self.gap_cost = None  # only what agrees in all tokens is counted
         if self.store is not None and not isinstance(self.store, SuffixStore):
             raise SpecdecError(f"suffix: store must be a SuffixStore, got {type(self.store).__name__}")
         if self.remember and self.store is None:
@@ -131,7 +153,37 @@ class Suffix(RowDrafter):
             index.extend([request.last])
             index.file()
         limit = request.limit(self.n_max)
-        return self._follow_majority(self._voters(index, limit), limit)
+        voters = self._voters(index, limit)
+        if self.min_token_prob is not None:
+            return self._most_frequent(voters, limit)
+        match = max((agreed for _, _, agreed in voters if agreed <= self.depth), default=0)
+        return self._follow_majority(voters, limit)[: self._allowed(match, limit)] if match >= self.min_match else []
+
+    def _allowed(self, match: int, limit: int) -> int:
+        """Return how many tokens an agreement of `match` may draft."""
+        return limit if self.max_spec_factor is None else min(limit, int(self.max_spec_factor * match))
+
+    def _most_frequent(self, voters: list[Voter], limit: int) -> list[int]:
+        """Draft the most frequent continuation of the length of agreement from which most is expected, the longest
+        among equals."""
+        chosen: list[int] = []
+        expected = 0.0
+        for match in sorted({n for _, _, n in voters if max(1, self.min_match) <= n <= self.depth}, reverse=True):
+            alike = [following for following, _, agreed in voters if match <= agreed <= self.depth]
+            drafted: list[int] = []
+            share, total = 1.0, 0.0
+            for i in range(self._allowed(match, limit)):
+                choices = [drafted[-2 - f[i]] if f[i] < -1 else f[i] for f in alike]
+                [(best, count)] = Counter(t for t in choices if t >= 0).most_common(1) or [(-1, 0)]
+                share *= count / len(alike)
+                if count == 0 or share < (self.min_token_prob or 0.0):
+                    break
+                drafted.append(best)
+                total += share
+                alike = [f for f, token in zip(alike, choices, strict=True) if token == best]
+            if total > expected:
+                chosen, expected = drafted, total
+        return chosen
 
     def _voters(self, index: SuffixIndex, limit: int) -> list[Voter]:
         """Find the positions that vote, in the row and in the store."""

@@ -217,6 +217,7 @@ class SuffixStore:
     def __init__(self, texts: Iterable[Tokens] = (), depth: int = 32):
         check_whole("suffix store: depth", depth, 1)
         self.index = SuffixIndex(depth)
+        self.highest = -1  # id held
         for text in texts:
             self.add(text)
 
@@ -234,7 +235,9 @@ class SuffixStore:
 
     def add(self, text: Tokens) -> None:
         """Add a text; no context and no continuation crosses its ends."""
-        self.index.extend(np.append(as_array(text), SEPARATOR))
+        ids = as_array(text)
+        self.highest = max(self.highest, int(ids.max(initial=-1)))
+        self.index.extend(np.append(ids, SEPARATOR))
         self.index.file()
 
     def freeze(self) -> None:

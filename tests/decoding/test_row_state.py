@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from specdec import NgramCache, NgramMapK, NgramMapK4V, NgramMod, SpeculativeDecoder, Suffix
+from specdec import NgramCache, NgramMapK, NgramMapK4V, NgramMod, Rest, SpeculativeDecoder, Suffix, SuffixStore
 from specdec.drafters import STRATEGIES
 from tests.helpers.playing import check_counts, quoting_ids, random_ids
 from tests.helpers.tiny import tiny_model
@@ -27,6 +27,7 @@ SMALL: dict[str, Any] = {
     "prompt-lookup": "prompt-lookup",
     "suffix": Suffix(4),
     "recycling": "recycling:nodes=8",
+    "rest": Rest(store=SuffixStore([random_ids(9, 7) * 3, random_ids(40, 5)]), nodes=8),
     "early-exit": "early-exit:layers=1:n_max=3",
     "draft-model": "draft-model:n_max=4",
 }

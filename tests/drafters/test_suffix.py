@@ -169,7 +169,15 @@ def test_memory_is_within_its_promise() -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"n_max": 0}, "n_max"), ({"p_min": 1.5}, "p_min"), ({"depth": 0}, "depth"), ({"voters": "4"}, "voters")],
+    [
+        ({"n_max": 0}, "n_max"),
+        ({"p_min": 1.5}, "p_min"),
+        ({"depth": 0}, "depth"),
+        ({"voters": "4"}, "voters"),
+        ({"min_match": 17}, "min_match=17 is above"),
+        ({"max_spec_factor": -1}, "max_spec_factor"),
+        ({"min_token_prob": 2}, "min_token_prob"),
+    ],
 )
 def test_bad_parameters_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecdecError, match=f"suffix: {message}"):
@@ -183,3 +191,72 @@ def test_the_decoders_text_is_plains(tmp_path: Any) -> None:
     out = decoder.generate(prompts, max_new_tokens=40, strategies="suffix:p_min=0.05,ngram-mod:n_match=16")
     assert out.token_ids == plain.token_ids
     assert out.stats.accepted_tokens > 0
+
+
+# -- SuffixDecoding's options ------------------------------------------------------------------------------------------
+
+
+def by_definition(text: list[int], n_max: int, depth: int, factor: float, least: float) -> list[int]:
+    """SuffixDecoding's draft from the row's own text: every length of agreement, all its occurrences counted alike; of
+    equally frequent tokens that of the occurrence that weighs most in `suffix`."""
+    agreed = {j: agreement(text, j - 1, text[::-1], depth) for j in range(1, len(text))}
+    weight = {j: 4.0**n / (1 + (len(text) - j) / 100) for j, n in agreed.items()}
+    chosen: list[int] = []
+    expected = 0.0
+    for n in range(depth, 0, -1):
+        alive = sorted((j for j in agreed if agreed[j] >= n), key=lambda j: -weight[j])
+        drafted: list[int] = []
+        share, total = 1.0, 0.0
+        while alive and len(drafted) < min(n_max, int(factor * n)):
+            following = [(text + drafted)[j + len(drafted)] for j in alive]
+            best = max(following, key=following.count)
+            share *= following.count(best) / len(following)
+            if share < least:
+                break
+            drafted.append(best)
+            total += share
+            alive = [j for j, token in zip(alive, following, strict=True) if token == best]
+        if total > expected:
+            chosen, expected = drafted, total
+    return chosen
+
+
+def suffix_decodings_differences(seed: int = 4) -> int:
+    rng, wrong = np.random.default_rng(seed), 0
+    for _ in range(60):
+        text = rng.integers(0, 3, int(rng.integers(3, 40))).tolist()
+        for factor, least in ((1.0, 0.1), (2.0, 0.5), (0.5, 0.0)):
+            drafter = Suffix(voters=500, depth=6, n_max=5, max_spec_factor=factor, min_token_prob=least)
+            wrong += one(drafter, text) != by_definition(text, 5, 6, factor, least)
+    return wrong
+
+
+def test_suffix_decodings_choice_is_that_of_its_definition() -> None:
+    assert suffix_decodings_differences() == 0
+
+
+@pytest.mark.parametrize("fault", ["factor", "least"])
+def test_a_wrong_choice_is_found_out(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if fault == "factor":
+        monkeypatch.setattr(Suffix, "_allowed", lambda self, match, limit: limit)
+    else:
+        monkeypatch.setattr("specdec.drafters.suffix.Counter.most_common", lambda self, n: list(self.items())[:n])
+    assert suffix_decodings_differences() > 0
+
+
+def test_a_short_match_leaves_the_row_to_the_next_strategy() -> None:
+    text = [1, 2, 3, 4, 9, 2, 3]
+    assert one(Suffix(min_match=2, gap_cost=None), text)[0] == 4
+    assert one(Suffix(min_match=3, gap_cost=None), text) == []
+    assert one(Suffix(min_match=3, min_token_prob=0.0), text) == []
+    assert len(one(Suffix(max_spec_factor=1.5, gap_cost=None), text)) == 3
+    decoder, prompt = SpeculativeDecoder(tiny_model("llama"), tiny_model("llama"), check=False), [5, 6, 7, 8, 5, 6, 7]
+    chain = ["suffix:min_match=3", "draft-model:n_max=2"]
+    rounds = list(decoder.rounds(prompt, 12, strategies=chain))
+    text = [*prompt, *(t for r in rounds for t in r.tokens)]
+    assert text[len(prompt) :] == decoder.generate(prompt, 12, strategies=[]).token_ids[0]
+    assert {"suffix", "draft-model"} <= {r.strategy for r in rounds}
+    for r in rounds:
+        known = text[: r.position + 1]
+        matched = max((agreement(known, j, known[::-1], 16) for j in range(len(known) - 1)), default=0)
+        assert r.strategy is None or (r.strategy == "suffix") == (matched >= 3)
