@@ -12,7 +12,7 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 from specdec.cli import output
-from specdec.cli.options import AsJson
+from specdec.cli.options import AsJson, DropLoops
 from specdec.files.texts import check_writable
 from specdec.research.ablation.config import load_ablation
 from specdec.research.ablation.merge import REPORT, check_packages, merge
@@ -21,7 +21,7 @@ from specdec.research.ablation.runner import run_ablation
 from specdec.research.ablation.store import Plan, cell_to_dict, read_manifest
 from specdec.research.ablation.summary import check_baseline
 from specdec.research.ablation.table import labels
-from specdec.research.ablation.tables import comparison_table, settings_table
+from specdec.research.ablation.tables import comparison_table, loop_warning, settings_table
 
 Baseline = Annotated[str | None, typer.Option(help="Compare the others with this setting, by prompt.")]
 FAILED = 1
@@ -54,6 +54,7 @@ def run(
     shard: Annotated[str | None, typer.Option(help="Part of the work of this process, such as 0/4.")] = None,
     retry_errors: Annotated[bool, typer.Option("--retry-errors", help="Run rows again that failed.")] = False,
     baseline: Baseline = None,
+    drop_loops: DropLoops = False,
     as_json: AsJson = False,
 ) -> None:
     """Run what is missing, then write table.parquet, summary.json and report.html.
@@ -69,7 +70,7 @@ def run(
     steps = sum(-(-len(plan.prompts) // cell.batch_size) for cell in plan.cells)
     with output.progress("ablation", steps) as advance:
         run_ablation(settings, out, shard, extend, retry_errors, advance)
-    _finish(merge(out, baseline=baseline), out, as_json)
+    _finish(merge(out, baseline=baseline, drop_loops=drop_loops), out, as_json)
 
 
 @app.command("merge")
@@ -77,13 +78,14 @@ def merge_(
     folder: Annotated[Path, typer.Argument(help="The ablation's folder.")],
     partial: Annotated[bool, typer.Option("--partial", help="Also while rows are missing.")] = False,
     baseline: Baseline = None,
+    drop_loops: DropLoops = False,
     as_json: AsJson = False,
 ) -> None:
     """Make table.parquet, summary.json and report.html of what the processes of a launch have written."""
     check_packages()
     read_manifest(folder)  # a folder that is no ablation's is not made
     check_writable(folder, "the folder", folder=True)
-    _finish(merge(folder, partial, baseline), folder, as_json)
+    _finish(merge(folder, partial, baseline, drop_loops), folder, as_json)
 
 
 def _finish(summary: Mapping[str, Any] | None, folder: Path, as_json: bool) -> None:
@@ -111,6 +113,8 @@ def print_summary(console: Console, summary: Mapping[str, Any]) -> None:
     if summary.get("baseline") is not None and summary["comparisons"]:
         console.print(output.rendered(comparison_table(summary), whole_names=False))
     print_gate(console, summary["gate"])
+    if loops := loop_warning(summary):
+        console.print(loops, style="yellow", soft_wrap=True)
     if sum(entry["rows"] for entry in summary["errors"]) == summary["rows"]:
         console.print(EVERY_ROW_FAILED, style="bold red")
     for entry in summary["errors"][:SHOWN]:

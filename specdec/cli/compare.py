@@ -15,12 +15,12 @@ from rich.markup import escape
 from specdec.cli import output
 from specdec.cli.ablate import print_gate
 from specdec.cli.inputs import given, refuse_beside
-from specdec.cli.options import SETS, AsJson, Generation, Prompts, with_groups
+from specdec.cli.options import SETS, AsJson, DropLoops, Generation, Prompts, with_groups
 from specdec.files.texts import check_writable
 from specdec.research.ablation.compare import compare as run_compare
 from specdec.research.ablation.compare import compare_config
 from specdec.research.ablation.merge import check_packages
-from specdec.research.ablation.tables import comparison_table
+from specdec.research.ablation.tables import LOOP_HEADS, any_loops, comparison_table, loop_cells, loop_warning
 from specdec.research.bench.tables import Table, interval
 from specdec.stats import PER_TESTED, RATES
 
@@ -45,6 +45,7 @@ def compare(
     draft_dtype: Annotated[str | None, typer.Option(help="The drafts' dtype.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for rows, table and report; resumes if it exists.")] = None,
     baseline: Annotated[str | None, typer.Option(help="Compare the others with this candidate, by prompt.")] = None,
+    drop_loops: DropLoops = False,
     as_json: AsJson = False,
 ) -> None:
     """Rank drafts and strategies for one target on the same prompts, with the reasons that fit.
@@ -67,7 +68,7 @@ def compare(
     with ExitStack() as stack:
         folder = out or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="specdec-compare-")))
         with output.progress("comparing") as advance:
-            result = run_compare(config, folder, advance, baseline)
+            result = run_compare(config, folder, advance, baseline, drop_loops)
     if as_json:
         output.print_json(result)
     else:
@@ -78,6 +79,7 @@ def compare(
 
 def _print(console: Console, result: Mapping[str, Any]) -> None:
     heads = ("candidate", "speed-up", "predicted", "tokens/round", *RATES, "cost c", "best length")
+    loops = any_loops(result["candidates"])
     title = "fastest first; speed-up over plain decoding without prefill, 95 % intervals over prompts"
     rows = []
     for entry in result["candidates"]:
@@ -85,7 +87,9 @@ def _print(console: Console, result: Mapping[str, Any]) -> None:
         speeds = [interval(entry["decode_speedup"]), output.number(entry["predicted_speedup"])]
         rates = [interval(entry[name]) for name in ("tokens_per_round", *RATES.values())]
         advice = "-" if best is None else str(best) if best else "off"
-        rows.append([entry["name"], *speeds, *rates, output.number(entry["cost_ratio"], 3), advice])
+        marks = loop_cells(entry) if loops else []
+        rows.append([entry["name"], *speeds, *rates, output.number(entry["cost_ratio"], 3), advice, *marks])
+    heads += LOOP_HEADS if loops else ()
     console.print(output.rendered(Table(title, heads, rows), whole_names=False))
     _print_acceptance(console, result["candidates"])
     if result.get("comparisons"):
@@ -94,6 +98,9 @@ def _print(console: Console, result: Mapping[str, Any]) -> None:
         for reason in entry["reasons"]:
             console.print(f"[bold]{escape(entry['name'])}[/]: {escape(reason)}", soft_wrap=True)
     print_gate(console, result["gate"])
+    summary = {**result, "settings": {entry["name"]: entry for entry in result["candidates"]}}
+    if warning := loop_warning(summary):
+        console.print(warning, style="yellow", soft_wrap=True)
     for error in result["errors"]:
         line = f"{error['rows']} rows of {error['setting']} failed: {error['error']}"
         console.print(escape(line), style="red", soft_wrap=True)

@@ -55,6 +55,7 @@ def _print(console: Console, result: DemoResult, run: RunConfig) -> None:
     console.print(_summary(result, stats))
     console.print(output.strategy_table(stats))
     console.print(output.position_table(stats))
+    output.print_loops(console, shown.token_ids)
 
 
 def _summary(result: DemoResult, stats: dict[str, Any]) -> Any:

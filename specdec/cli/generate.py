@@ -104,6 +104,7 @@ def _print(console: Console, tokenizer: Any, out: Generation, file: Path | None)
     if out.lossy:
         shown["lossy"] = "yes: the acceptance rule changes the distribution of the text"
     console.print(output.facts(shown))
+    output.print_loops(console, out.token_ids)
     for text in out.provenance["warnings"]:
         console.print(text, style="yellow", soft_wrap=True)
     if palette:

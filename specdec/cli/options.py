@@ -16,6 +16,7 @@ from specdec.errors import SpecdecError
 from specdec.research.prompts.datasets import Prompt, load_prompts
 
 AsJson = Annotated[bool, Option("--json", help="Print one JSON document.")]
+DropLoops = Annotated[bool, Option("--drop-loops", help="Leave texts that repeat one piece to their end out.")]
 Out = Annotated[Path | None, Option(help="Also write the JSON document to this file.")]
 Texts = list[str] | None
 # What --dataset takes: docs/datasets.md.

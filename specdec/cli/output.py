@@ -21,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 from specdec.research.bench import tables
 from specdec.research.bench.tables import figure as number
 from specdec.research.colours import colour_of, on_any_ground
+from specdec.research.loops import loop_share
 from specdec.stats import RATES
 
 WIDTH = 120  # of tables where the output is not a terminal
@@ -176,6 +177,13 @@ def time_text(time: Mapping[str, float]) -> str:
     """The split of a call's time, in per cent."""
     total = max(time["total"], 1e-9)
     return ", ".join(f"{name} {time[name] / total:.0%}" for name in ("prefill", "draft", "verify", "other"))
+
+
+def print_loops(console: Console, texts: Sequence[Sequence[int]]) -> None:
+    """Say how much of the texts is in loops, if anything."""
+    if share := loop_share(texts):
+        line = f"{share:.0%} of the tokens are in loops: a text that repeats one piece is easily drafted"
+        console.print(line, style="yellow", soft_wrap=True)
 
 
 def warn(message: str) -> None:

@@ -9,7 +9,7 @@ import yaml
 from typer import Argument, Option
 
 from specdec.cli import output
-from specdec.cli.options import AsJson
+from specdec.cli.options import AsJson, DropLoops
 from specdec.errors import SpecdecError
 from specdec.files.texts import check_writable
 from specdec.research.results import Results
@@ -21,6 +21,7 @@ def results(
     where: Annotated[list[str] | None, Option(help="Only rows with this value, as k=4; repeat for more.")] = None,
     figures: Annotated[str | None, Option(help="Columns of the table, as tokens_per_round,speedup.")] = None,
     baseline: Annotated[str | None, Option(help="Compare every setting with this one, paired by prompt.")] = None,
+    drop_loops: DropLoops = False,
     as_csv: Annotated[bool, Option("--csv", help="Print CSV.")] = False,
     as_latex: Annotated[bool, Option("--latex", help="Print a LaTeX table (booktabs).")] = False,
     as_json: AsJson = False,
@@ -40,6 +41,8 @@ def results(
     if out is not None:
         check_writable(out, "--out")
     found = Results.load(source)
+    if drop_loops:
+        found = found.without_loops()
     if where:
         found = found.where(**dict(map(_pair, where)))
     table = found.against(baseline) if baseline is not None else found.by(*_listed(by))

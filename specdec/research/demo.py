@@ -17,6 +17,7 @@ from specdec.decoding.acceptance import find_rule
 from specdec.decoding.result import Generation
 from specdec.drafters import make_drafters
 from specdec.errors import SpecdecError
+from specdec.research.loops import loop_share
 
 DEMO = RunConfig(
     pair=PairConfig("demo-target", draft="demo-draft"),
@@ -24,10 +25,11 @@ DEMO = RunConfig(
     strategies=("prompt-lookup:ngram_min=3:ngram_max=4:n_max=7", "draft-model"),
     generation={"max_new_tokens": 96, "batch_size": 1},
     prompts=(
-        "import unittest\n\n\nclass TestQueue(unittest.TestCase):\n    def test_empty(self):\n        q = Queue()\n"
-        "        self.assert",
-        'def read_config(path):\n    """Read a configuration file and return a dictionary."""\n    result = {}\n'
-        '    with open(path, encoding="utf-8") as f:\n        for line in f:\n            line =',
+        "class Node:\n    def __init__(self, value, next=None):\n        self.value = value\n        self.next = next\n"
+        '\n\nclass LinkedList:\n    """A singly linked list."""\n\n    def __init__(self):\n        self.head = None\n'
+        "\n    def append(self, value):",
+        'def join(self, timeout=None):\n    """Wait until the thread has ended."""\n    with self._lock:\n'
+        "        while self._alive:\n            if",
     ),
 )
 WARM_UP_TOKENS = 8
@@ -78,6 +80,7 @@ class DemoResult:
             "texts": self.shown.texts,
             "token_ids": self.shown.token_ids,
             "finish_reasons": self.shown.finish_reasons,
+            "loop_share": loop_share(self.shown.token_ids),
             "seconds": {
                 "plain": [run.stats.times.total for run in self.plain],
                 "speculative": [run.stats.times.total for run in self.speculative],

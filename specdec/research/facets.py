@@ -10,10 +10,10 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from specdec.errors import SpecdecError, unknown_name
-from specdec.research.ablation.look import DODGE, finish, make_axes
+from specdec.research.ablation.look import DODGE, finish, make_axes, shares
 from specdec.research.bootstrap import Interval
 from specdec.research.colours import colour_of, marker_of
-from specdec.research.results import Results
+from specdec.research.results import Results, chain_of
 from specdec.research.results_table import IN_WORDS
 
 if TYPE_CHECKING:
@@ -62,8 +62,15 @@ def facets(
         place.set_title("" if title is None else f"{panel} = {title}", fontsize=10)
         place.grid(alpha=0.25)
         place.set_xticks(places if numbers else range(len(places)), [str(p) for p in places])
-    finish(axes, made)
+    finish(axes, made, shares((str(value), r) for r in found.rows for value in _values(r, colour)))
     return axes[0].figure  # type: ignore[no-any-return]
+
+
+def _values(row: Any, name: str) -> list[Any]:
+    """The values of a dimension that a drafting row has; none of those that only its rounds have."""
+    if not row["drafts"] or name in ("position", "length"):
+        return []
+    return chain_of(row) if name == "strategy" else [row.get(name)]
 
 
 def _points(axes: Any, at: Sequence[float], found: Sequence[Interval], value: Any, connected: bool) -> None:

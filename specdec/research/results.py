@@ -19,9 +19,17 @@ from pathlib import Path
 from typing import Any
 
 from specdec.errors import SpecdecError, unknown_name
-from specdec.research.ablation.summary import FIGURES, SUMMED, check_baseline, compare_settings, setting_figures
+from specdec.research.ablation.summary import (
+    FIGURES,
+    OF_ROWS,
+    SUMMED,
+    check_baseline,
+    compare_settings,
+    setting_figures,
+)
 from specdec.research.ablation.table import AS_THEY_ARE, REFERENCE, TIMES, Row, as_rows, figures
 from specdec.research.bootstrap import Interval, ratio
+from specdec.research.loops import without_loops
 from specdec.research.results_table import ResultTable
 from specdec.research.traces.records import trace_rows
 from specdec.stats import RoundRecord
@@ -96,6 +104,11 @@ class Results:
         chosen = {id(r) for r in kept}
         rows = [r for r in self.rows if id(r) in chosen or (not r["drafts"] and (r["cell"], r["prompt"]) in needed)]
         return Results(rows, self.source)
+
+    def without_loops(self) -> Results:
+        """The rows whose texts do not repeat one piece to their end (docs/metrics.md). Raises SpecdecError where
+        nothing drafts any more."""
+        return Results(without_loops(self.rows), self.source)
 
     def by(self, *names: str) -> ResultTable:
         """Figures with intervals by any combination of `dimensions`; without one, by `setting`."""
@@ -215,7 +228,7 @@ def _by_rounds(rows: Sequence[Row], names: Sequence[str]) -> list[dict[str, Any]
     made = []
     for key, clusters in groups.items():
         counts = {name: int(sum(c[name] for c in clusters.values())) for name in COUNTED}
-        rates = {n: _ratio(clusters, *FIGURES[n]) for n in FIGURES if n != "tokens_per_second"}
+        rates = {n: _ratio(clusters, *FIGURES[n]) for n in FIGURES if n not in OF_ROWS}
         length = _acceptance_length(clusters)
         made.append({**dict(zip(names, key, strict=True)), **counts, **rates, "acceptance_length": length})
     return made

@@ -91,7 +91,7 @@ def test_settings_are_compared_with_the_first_of_their_temperature_or_with_a_nam
 
 def test_predicted_speedup_is_theory_with_the_measured_figures() -> None:
     names = ("generated_tokens", "rounds", "accepted_tokens", "tested_tokens", "draft_tokens", "drafted_rounds")
-    times = {"emitted_tokens": 0.0, "seconds": 0.0, "prefill_seconds": 0.0}
+    times = {"emitted_tokens": 0.0, "seconds": 0.0, "prefill_seconds": 0.0, "loop_tokens": 0}
     mine = dict(
         zip(names, (300, 100, 200, 250, 400, 100), strict=True), draft_seconds=4.0, verify_seconds=12.0, **times
     )
@@ -108,7 +108,7 @@ def test_settings_of_different_batches_are_paired_by_prompt() -> None:
     """Their calls have different prompts: paired by call, prompts would be compared with others."""
     counts = dict.fromkeys(
         ("generated_tokens", "accepted_tokens", "tested_tokens", "draft_tokens", "drafted_rounds", "emitted_tokens",
-         "draft_seconds", "verify_seconds", "prefill_seconds"), 1.0,
+         "draft_seconds", "verify_seconds", "prefill_seconds", "loop_tokens"), 1.0,
     )  # fmt: skip
     rows = [
         [{"prompt": f"p{i}", "seed": 0, "batch_size": size, "call": i // size, "rounds": i, "seconds": i, **counts}

@@ -30,6 +30,7 @@ from specdec.research.ablation.summary import (
     theoretical_speedup,
 )
 from specdec.research.ablation.table import Row, table_of
+from specdec.research.loops import without_loops
 from specdec.research.offline.forcing import read_pair
 from specdec.stats import PER_TESTED
 
@@ -88,24 +89,30 @@ def _names(drafts: Sequence[str]) -> list[str]:
 
 
 def compare(
-    config: AblationConfig, out: Path, progress: Progress = lambda what: None, baseline: str | None = None
+    config: AblationConfig,
+    out: Path,
+    progress: Progress = lambda what: None,
+    baseline: str | None = None,
+    drop_loops: bool = False,
 ) -> dict[str, Any]:
     """Run what is missing in `out`, and rank. Plain data: `candidates` from the fastest to the slowest, `gate`; with a
-    baseline, the name of a candidate, `comparisons` of the others with it. Raises SpecdecError for an unknown one."""
+    baseline, the name of a candidate, `comparisons` of the others with it; drop_loops: figures without looped texts.
+    Raises SpecdecError for an unknown baseline."""
     check_baseline(baseline, [n for n in (*config.pairs, *config.strategies) if n not in (ALONE, "draft-model")])
     run_ablation(config, out, progress=progress, examine=examine)
-    summary = merge(out)
+    summary = merge(out, drop_loops=drop_loops)
     assert summary is not None  # one process ran all rows
     manifest, store = read_checked(out), Store(out).read()
     facts = {cell["pair"]: store.facts.get(cell["key"]) for cell in reversed(manifest["cells"])}
     rows = table_of(manifest, store)[0]
+    rows = without_loops(rows) if drop_loops else rows
     groups = [group for group in by_setting(rows).values() if group[0]["drafts"]]
     made = [candidate(group, rows, facts.get(group[0]["pair"])) for group in groups]
     named = {c["name"]: group for c, group in zip(made, groups, strict=True)}
     others = [name for name in named if baseline not in (None, name)]
     compared = [compare_settings(name, named[name], baseline, named[baseline]) for name in others] if baseline else []
     made.sort(key=lambda c: -((c["decode_speedup"] or {}).get("value") or 0.0))
-    head = {k: summary[k] for k in ("date", "commit", "versions", "machine", "gate", "errors")}
+    head = {k: summary[k] for k in ("date", "commit", "versions", "machine", "gate", "errors", "dropped_loops")}
     return {**head, "candidates": made, **({"comparisons": compared} if baseline is not None else {})}
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from specdec.errors import SpecdecError
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FEW, CROWDED = 5, 4  # entries of a legend inside the axes; lines that are drawn beside each other beyond
+MARKED = 0.01  # loop share from which a legend says it
 DODGE = 0.5  # of the distance between two positions, for all lines together
 COLUMNS = 3  # panels in a row
 LIGHTEST, DARKEST = 0.5, -0.35  # shares of white and black in the settings of one strategy
@@ -25,6 +27,7 @@ class Look:
     def __init__(self, rows: Sequence[Row]) -> None:
         self.strategy = {r["setting"]: strategy_of(r) for r in rows if r["drafts"]}
         self.names = list(self.strategy)
+        self.loops = shares([(label, r) for r in rows if r["drafts"] for label in (r["setting"], curve(r["setting"]))])
 
     def colour(self, setting: str) -> str:
         who = self.strategy[setting]
@@ -40,6 +43,20 @@ class Look:
         if len(self.names) <= CROWDED:
             return 0.0
         return DODGE * (self.names.index(setting) / (len(self.names) - 1) - 0.5)
+
+
+def curve(setting: str) -> str:
+    """The setting without its k: all lengths are one curve."""
+    return " ".join(part for part in setting.split() if not part.startswith("k="))
+
+
+def shares(labelled: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, float]:
+    """Loop share by label, where it is large enough to be marked."""
+    sums: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    for label, row in labelled:
+        sums[label][0] += row.get("loop_tokens") or 0
+        sums[label][1] += row.get("emitted_tokens") or 0
+    return {label: looped / all_ for label, (looped, all_) in sums.items() if all_ and looped / all_ >= MARKED}
 
 
 def strategy_of(row: Mapping[str, Any]) -> str | None:
@@ -82,11 +99,13 @@ def make_axes(count: int) -> tuple[Figure, list[Any]]:
     return figure, figure.axes
 
 
-def finish(axes: Any, figure: Figure | None) -> None:
-    """A legend of all panels; of many entries beside them. figure: None = the axes are the caller's."""
+def finish(axes: Any, figure: Figure | None, loops: Mapping[str, float]) -> None:
+    """A legend of all panels; of many entries beside them. figure: None = the axes are the caller's; loops: loop shares
+    of labels, which the legend says."""
     # A name that begins with an underscore would be left out of the legend, and `$` would be read as mathematics.
     found = {label: handle for a in axes for handle, label in zip(*a.get_legend_handles_labels(), strict=True)}
-    shown = [label.replace("$", r"\$") for label in found]
+    marked = (f"{label} ({loops[label]:.0%} in loops)" if label in loops else label for label in found)
+    shown = [label.replace("$", r"\$") for label in marked]
     if figure is None or (len(found) <= FEW and len(axes) == 1):
         if found:
             axes[0].legend(list(found.values()), shown, fontsize=8)

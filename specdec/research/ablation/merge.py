@@ -12,6 +12,7 @@ from specdec.research.ablation.report import need_matplotlib, render
 from specdec.research.ablation.store import Store, read_checked
 from specdec.research.ablation.summary import summarise
 from specdec.research.ablation.table import TABLE, need_pyarrow, table_of, write_table
+from specdec.research.loops import without_loops
 
 SUMMARY, REPORT = "summary.json", "report.html"
 
@@ -22,11 +23,14 @@ def check_packages() -> None:
     need_matplotlib()
 
 
-def merge(folder: Path, partial: bool = False, baseline: str | None = None) -> dict[str, Any] | None:
+def merge(
+    folder: Path, partial: bool = False, baseline: str | None = None, drop_loops: bool = False
+) -> dict[str, Any] | None:
     """Write table.parquet, summary.json and report.html, and return the summary.
 
-    partial: also while rows are missing; without it nothing is written then, and None is returned. Raises SpecdecError
-    for a folder without any row, and for a baseline (`summarise`) that is no setting of it.
+    partial: also while rows are missing; without it nothing is written then, and None is returned. drop_loops: figures
+    and plots without looped texts, which stay in the table. Raises SpecdecError for a folder without any row, and for a
+    baseline (`summarise`) that is no setting of it.
     """
     manifest, store = read_checked(folder), Store(folder).read()
     rows, missing = table_of(manifest, store)
@@ -35,8 +39,9 @@ def merge(folder: Path, partial: bool = False, baseline: str | None = None) -> d
     if not rows:
         raise SpecdecError(f"{folder} has no rows yet")
     head = {name: manifest[name] for name in ("date", "commit", "versions", "machine")}
-    made = {**head, "missing": missing, "runner": store.overhead(), **summarise(rows, baseline)}
+    made = {**head, "missing": missing, "runner": store.overhead(), **summarise(rows, baseline, drop_loops)}
     write_table(rows, folder / TABLE)
     write_file(folder / SUMMARY, json.dumps(made, indent=1) + "\n", "summary")
-    write_file(folder / REPORT, render(manifest, rows, made), "report")
+    shown = without_loops(rows) if drop_loops else rows
+    write_file(folder / REPORT, render(manifest, shown, made), "report")
     return made

@@ -41,7 +41,7 @@ def of_table(*columns: str) -> Callable[[Callable[..., None]], Callable[..., Fig
                 for place, (title, own) in zip(axes, parts.items(), strict=True):
                     plot(own, place, look, *arguments, **options)
                     place.set_title(title, fontsize=10)
-                finish(axes, figure)
+                finish(axes, figure, look.loops)
                 return axes[0].figure
             except SpecdecError as error:
                 raise SpecdecError(f"{plot.__name__}: {error}") from error

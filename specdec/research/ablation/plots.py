@@ -19,7 +19,7 @@ import numpy as np
 
 from specdec.config import check_whole
 from specdec.errors import SpecdecError
-from specdec.research.ablation.look import Look
+from specdec.research.ablation.look import Look, curve
 from specdec.research.ablation.plot_table import PAIRED, ROUNDS, of_table
 from specdec.research.ablation.summary import (
     by_setting,
@@ -82,7 +82,7 @@ def speedup_against_k(rows: list[Row], axes: Any, look: Look) -> None:
         if group[0]["drafts"] and group[0].get("k") is not None:
             check_whole("the column k", group[0]["k"], 1)
             found = setting_figures(group, rows)
-            name = " ".join(part for part in setting.split() if not part.startswith("k="))
+            name = curve(setting)
             if found.get("decode_speedup") is not None:
                 curves[name].append((group[0]["k"], found))
                 drawn[name] = setting

@@ -17,7 +17,7 @@ import yaml
 
 from specdec.errors import SpecdecError
 from specdec.research.ablation.table import Row
-from specdec.research.ablation.tables import category_table, comparison_table, settings_table
+from specdec.research.ablation.tables import category_table, comparison_table, loop_warning, settings_table
 from specdec.research.bench.tables import Table
 
 SHOWN_TEXT = 400  # characters of a prompt's end and of an output
@@ -95,6 +95,8 @@ def _banners(summary: Mapping[str, Any]) -> str:
         made.append(("warn", "Equality gate: no row could be compared with plain decoding"))
     if gate["lossy"]:
         made.append(("bad", f"LOSSY acceptance rule: {', '.join(gate['lossy'])}"))
+    if loops := loop_warning(summary):
+        made.append(("warn", loops))
     if summary["missing"]:
         made.append(("warn", f"{summary['missing']} rows are missing"))
     failed = sum(e["rows"] for e in summary["errors"])

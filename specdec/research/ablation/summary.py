@@ -16,6 +16,7 @@ from specdec import theory
 from specdec.errors import unknown_name
 from specdec.research.ablation.table import REFERENCE, Row
 from specdec.research.bootstrap import Interval, difference, least_p, ratio, ratio_of_ratios, sign_flip_test
+from specdec.research.loops import is_looped, without_loops
 from specdec.stats import with_old_names
 
 FIGURES = {
@@ -23,29 +24,32 @@ FIGURES = {
     "draft_acceptance_rate": ("accepted_tokens", "draft_tokens"),
     "conditional_acceptance_rate": ("accepted_tokens", "tested_tokens"),
     "tokens_per_second": ("emitted_tokens", "seconds"),
+    "loop_share": ("loop_tokens", "emitted_tokens"),
 }
+OF_ROWS = ("tokens_per_second", "loop_share")  # which no part of a row has
 COMPARED = ("tokens_per_round", "conditional_acceptance_rate", "tokens_per_second")  # of two settings
 Clusters = dict[Any, Row]
 SUMMED = (
     "generated_tokens", "rounds", "accepted_tokens", "tested_tokens", "draft_tokens", "drafted_rounds",
-    "emitted_tokens", "seconds", "draft_seconds", "verify_seconds", "prefill_seconds",
+    "emitted_tokens", "seconds", "draft_seconds", "verify_seconds", "prefill_seconds", "loop_tokens",
 )  # fmt: skip
 
 
-def summarise(rows: Sequence[Row], baseline: str | None = None) -> dict[str, Any]:
+def summarise(rows: Sequence[Row], baseline: str | None = None, drop_loops: bool = False) -> dict[str, Any]:
     """Plain data for JSON: `settings` in the order of the grid, `categories`, `comparisons`, `gate`, `errors`.
 
     baseline: the setting that the others are compared with; None = the first one of their pair and temperature that
         drafts. Raises SpecdecError for one that is not there.
+    drop_loops: leave looped texts out of all figures; the gate and the errors are of all rows.
     """
-    groups = by_setting(rows)
+    checked = {"rows": len(rows), "baseline": baseline, "errors": _errors(rows), "gate": gate(rows)}
+    kept = without_loops(rows) if drop_loops else rows
+    groups = by_setting(kept)
     check_baseline(baseline, groups)
     return {
-        "rows": len(rows),
-        "baseline": baseline,
-        "errors": _errors(rows),
-        "gate": gate(rows),
-        "settings": {name: setting_figures(group, rows) for name, group in groups.items()},
+        **checked,
+        "dropped_loops": len(rows) - len(kept) if drop_loops else None,
+        "settings": {name: setting_figures(group, kept) for name, group in groups.items()},
         "categories": {name: _categories(group) for name, group in groups.items()},
         "comparisons": _comparisons(groups, baseline),
     }
@@ -75,6 +79,7 @@ def setting_figures(group: Sequence[Row], rows: Sequence[Row]) -> dict[str, Any]
     """Figures of one setting, its failed rows left out; `rows` has those of its reference."""
     sound = [r for r in group if r["status"] == "ok"]
     compared = [r["equals_plain"] for r in sound if r["equals_plain"] is not None]
+    straight = [r for r in sound if not is_looped(r)]
     made: dict[str, Any] = {
         "drafts": group[0]["drafts"],
         "pair": group[0]["pair"],
@@ -83,8 +88,11 @@ def setting_figures(group: Sequence[Row], rows: Sequence[Row]) -> dict[str, Any]
         "errors": len(group) - len(sound),
         "compared": len(compared),
         "differing": compared.count(False),
+        "looped_rows": len(sound) - len(straight),
         **_ratios(sound),
     }
+    if len(straight) < len(sound):
+        made["without_loops"] = _ratios(straight)
     return made | _against_plain(sound, rows) if group[0]["drafts"] else made
 
 

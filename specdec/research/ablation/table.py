@@ -5,8 +5,8 @@ the table of a run that was killed and resumed is the table of one that was not,
 
 Columns: the axes; `cell`, `setting` (the cell without its seed, in words), `plain` (the reference's cell); prompt and
 category, hashes of the prompt's ids and of the chat template that it went through (None: through none); what the row
-counted, by the names of specdec.stats; `tokens`, `text`, `records` (rounds as specdec.stats has them); seconds; and
-the gate:
+counted, by the names of specdec.stats; `loop_tokens` and `loop_share` of its text (research/loops.py); `tokens`,
+`text`, `records` (rounds as specdec.stats has them); seconds; and the gate:
 
 - `equals_plain`: whether the token ids are the reference's; None where they need not be (`leviathan` with sampling
   keeps the distribution and not the sample), and where there is no reference or a row failed;
@@ -25,6 +25,7 @@ from specdec.errors import SpecdecError
 from specdec.files.texts import as_path, is_file, is_folder, parse_json, write_file
 from specdec.research.ablation.config import PLAIN
 from specdec.research.ablation.store import Store, read_checked
+from specdec.research.loops import loop_tokens
 from specdec.stats import RoundRecord, Tally
 
 TABLE = "table.parquet"
@@ -138,9 +139,11 @@ def figures(entry: Mapping[str, Any]) -> Row:
     tally = Tally.of(records)
     depth = max((r.depth for r in records), default=0)
     tested = [sum(r.tested(i) for r in records) for i in range(depth)]
+    tokens = entry.get("tokens") or ()
     return {
         **{name: getattr(tally, name) for name in COUNTS},
-        "emitted_tokens": len(entry.get("tokens") or ()),
+        "emitted_tokens": len(tokens),
+        **loops(tokens),
         "tested_tokens": sum(tested),
         "tokens_per_round": tally.tokens_per_round,
         "acceptance_length": tally.acceptance_length,
@@ -151,6 +154,12 @@ def figures(entry: Mapping[str, Any]) -> Row:
         "tested": tested,
         "acceptance_histogram": tally.acceptance_histogram,
     }
+
+
+def loops(tokens: Sequence[int]) -> Row:
+    """How much of a text is in a loop at its end."""
+    looped = loop_tokens(tokens)
+    return {"loop_tokens": looped, "loop_share": looped / len(tokens) if tokens else None}
 
 
 def _gate(rows: Sequence[Row]) -> None:
@@ -243,6 +252,8 @@ def as_rows(results: Any) -> list[Row]:
         for name in ("records", "strategy_seconds"):
             if isinstance(row.get(name), str):
                 rows[-1][name] = parse_json(row[name], f"results table, column {name}")
+        if "loop_tokens" not in row:  # of an older table
+            rows[-1].update(loops(row.get("tokens") or ()))
     with_references(rows)
     return rows
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from specdec.research.ablation.summary import COMPARED
 from specdec.research.bench.tables import Table, figure, interval
-from specdec.stats import RATES
+from specdec.stats import PER_TESTED, RATES
 
 _IN_WORDS = {name: words for words, name in RATES.items()}
+LOOP_HEADS = ("in loops", f"{PER_TESTED} without loops")
 
 
 def settings_table(summary: Mapping[str, Any]) -> Table:
     """Figures of every setting."""
     title = "pooled figures with 95 % intervals over prompts; speed-up paired with plain decoding, prefill included"
     heads = ["setting", "tokens/round", *RATES, "tokens/s", "speed-up", "without prefill", "predicted", "p"]
+    loops = any_loops(summary["settings"].values())
     rows = []
     for name, entry in summary["settings"].items():
         figures = [interval(entry["tokens_per_round"])]
@@ -23,8 +25,36 @@ def settings_table(summary: Mapping[str, Any]) -> Table:
         figures += [interval(entry["tokens_per_second"], 1), interval(entry.get("speedup"))]
         figures += [interval(entry.get("decode_speedup")), figure(entry.get("predicted_speedup"))]
         same = "-" if not entry["compared"] else f"{entry['compared'] - entry['differing']}/{entry['compared']}"
-        rows.append([name, *figures, p_value(entry.get("speedup_p")), same, str(entry["rows"]), str(entry["errors"])])
-    return Table(title, [*heads, "same text", "rows", "errors"], rows)
+        figures += [p_value(entry.get("speedup_p")), *(loop_cells(entry) if loops else ())]
+        rows.append([name, *figures, same, str(entry["rows"]), str(entry["errors"])])
+    return Table(title, [*heads, *(LOOP_HEADS if loops else ()), "same text", "rows", "errors"], rows)
+
+
+def any_loops(entries: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether a setting has a looped text."""
+    return any(entry.get("looped_rows") for entry in entries)
+
+
+def loop_cells(entry: Mapping[str, Any]) -> list[str]:
+    """The cells of a setting under LOOP_HEADS."""
+    share, without = (entry["loop_share"] or {}).get("value"), entry if entry["drafts"] else {}
+    if "without_loops" in without:
+        without = entry["without_loops"]
+    return ["-" if share is None else f"{share:.0%}", interval(without.get("conditional_acceptance_rate"))]
+
+
+def loop_warning(summary: Mapping[str, Any]) -> str | None:
+    """A sentence on texts that repeat themselves; None where there is none."""
+    if summary.get("dropped_loops"):
+        return f"{summary['dropped_loops']} rows whose texts are loops are left out of all figures but the gate"
+    entries = summary["settings"].values()
+    looped, all_rows = (sum(e[name] for e in entries) for name in ("looped_rows", "rows"))
+    if not looped:
+        return None
+    return (
+        f"{looped} of {all_rows} texts are loops: they repeat one piece to their end, which is easily drafted; "
+        "--drop-loops leaves them out"
+    )
 
 
 def comparison_table(summary: Mapping[str, Any]) -> Table:
