@@ -72,6 +72,7 @@ def test_most_rounds_of_a_row_find_their_draft_made(looks: Counter[bool]) -> Non
     assert rounds - 6 <= looks[True] < rounds  # all but the first, and the last ones, which may be cut
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     "options",
     [

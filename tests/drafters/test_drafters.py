@@ -149,6 +149,7 @@ def test_the_draft_models_drafts_are_its_own_greedy_text() -> None:
     assert 4 in accepted
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("top_n", [None, 3, 10])
 def test_p_min_stops_before_the_first_position_that_is_not_sure(top_n: int | None) -> None:
     """Judged by the softmax at T = 1 over the whole vocabulary, or renormalised over the best `top_n`."""

@@ -103,6 +103,7 @@ HEADS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("name", HEADS)
 def test_texts_equal_plain_decodings(name: str) -> None:
     model = tiny_model("llama")
@@ -116,6 +117,7 @@ def test_texts_equal_plain_decodings(name: str) -> None:
         assert out.stats.draft_tokens > 20
 
 
+@pytest.mark.fast(4)
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("others", [[], [PromptLookup(ngram_min=2)]], ids=["alone", "behind lookup"])
 def test_drafts_equal_the_slow_oracles(name: str, others: list[Any]) -> None:
@@ -327,6 +329,7 @@ def paths_of(tokens: Sequence[int], parents: Sequence[int]) -> list[tuple[int, .
     return paths
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("trained", [False, True], ids=["random", "accepted"])
 def test_trees_equal_the_slow_oracles(trained: bool) -> None:
     """Whatever the rounds before accepted: a path's features have moved to where a chain would have them."""
@@ -363,6 +366,7 @@ def test_trees_give_plain_decodings_text(acceptance: str) -> None:
         )
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("others", ["draft-model:tree=3x2", "draft-model:branches=3:p_split=0.01:n_max=3"])
 def test_states_below_another_strategys_tree(others: str) -> None:
     """Its accepted nodes were verified side by side; the head's next drafts see the path alone."""
@@ -385,7 +389,7 @@ def test_states_below_another_strategys_tree(others: str) -> None:
     check_drafts(strategy, model, 1)
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("options", [{"n_max": 3}, SIZE], ids=["chain", "tree"])
 @pytest.mark.parametrize("call", [{}, {"temperature": 0.9, "seed": 3}], ids=["greedy", "sampled"])
 def test_recorded_drafts_are_the_eager_ones(options: dict[str, int], call: dict[str, Any]) -> None:
@@ -416,6 +420,7 @@ def test_trees_that_cannot_be_grown_are_refused(options: dict[str, int]) -> None
 # -- what may be wrong with a head, a target or a text -----------------------------------------------------------------
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("options", [{}, SIZE], ids=["chain", "tree"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
 def test_a_broken_head_costs_acceptance_and_no_more(value: float, options: dict[str, int]) -> None:
@@ -433,6 +438,7 @@ def test_a_broken_head_costs_acceptance_and_no_more(value: float, options: dict[
     )
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("options", [{"n_max": 6}, SIZE], ids=["chain", "tree"])
 def test_texts_that_reach_the_end_of_the_context(options: dict[str, int]) -> None:
     model = tiny_model("llama", max_position_embeddings=32)

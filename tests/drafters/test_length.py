@@ -308,6 +308,7 @@ def test_sampled_leviathan_rows_do_not_depend_on_batch_or_neighbours() -> None:
     assert whole.stats.accepted_tokens > 0
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_one_seed_and_one_table_give_the_same_rounds(temperature: float) -> None:
     options = {"temperature": temperature, "seed": 4, "max_new_tokens": 40, "draft_length": "auto"}

@@ -193,6 +193,7 @@ def test_a_file_of_another_vocabulary_is_refused_before_decoding(tmp_path: Path)
         pair.generate([1, 2, 3], 4, strategies=[NgramCache(tmp_path / "other.bin")])
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("parity", [True, False])
 def test_text_with_ngram_cache_is_the_text_without(parity: bool, tmp_path: Path) -> None:
     model = looping(tiny_model("llama"))

@@ -195,6 +195,7 @@ def test_a_config_finds_the_file_beside_it_and_the_command_line_that_of_the_curr
     assert "echo" in json.loads(done.stdout)["stats"]["strategies"]
 
 
+@pytest.mark.fast(1)
 def test_the_config_with_an_own_drafter_runs(tmp_path: Path) -> None:
     config = load_ablation(CONFIG)
     assert len([cell for cell in config.expand() if cell.strategies]) == 5

@@ -111,7 +111,7 @@ def test_broken_logits_and_padding_ids_leave_the_table_whole() -> None:
 # -- decoding ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.fast(3)
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "mixtral"])
 def test_greedy_text_is_plain_decodings(kind: str, batch: int) -> None:
@@ -125,6 +125,7 @@ def test_greedy_text_is_plain_decodings(kind: str, batch: int) -> None:
         assert out.stats.accepted_tokens > 0
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("rule", ["match", "coupled", "leviathan"])
 def test_sampled_text_is_plain_decodings_because_there_is_no_q(rule: str) -> None:
     decoder = SpeculativeDecoder(tiny_model("llama"), check=False)

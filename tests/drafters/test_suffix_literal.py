@@ -144,6 +144,7 @@ def test_drafts_are_those_of_the_literal_rules(options: dict[str, Any], alphabet
     assert differences(options, alphabet, seed=alphabet) == 0
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("depth", [3, 16, 32])
 def test_drafts_from_a_store_are_too_whatever_its_depth(depth: int) -> None:
     assert [differences({}, alphabet, seed=alphabet, stored=depth) for alphabet in (3, 30)] == [0, 0]

@@ -24,6 +24,7 @@ def decoder(pair: specdec.LoadedPair, draft: Any, tokenizer: Any, **options: Any
     return specdec.SpeculativeDecoder(pair.target, draft, pair.tokenizer, tokenizer, strategies=[strategy])
 
 
+@pytest.mark.fast(1)
 def test_a_draft_with_another_vocabulary_leaves_the_text_as_it_is(pair: specdec.LoadedPair) -> None:
     dec = decoder(pair, tiny_model("llama", vocab=300, max_position_embeddings=512), byte_level(vocab=300))
     out = dec.generate(PROMPTS, max_new_tokens=12)
