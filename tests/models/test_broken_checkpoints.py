@@ -25,6 +25,7 @@ from tests.helpers.tokens import byte_level
 WEIGHTS, CONFIG, TOKENIZER = "model.safetensors", "config.json", "tokenizer.json"
 GENERATION, PYTORCH = "generation_config.json", "pytorch_model.bin"
 INDEX = "model.safetensors.index.json"
+DAMAGED = "it is damaged, cut or of another kind"
 RANDOM = random.Random(0).randbytes(3000)
 Spoil = Callable[[Path], Any]
 
@@ -123,17 +124,17 @@ def adapter(folder: Path) -> None:
 
 
 BROKEN: list[tuple[str, str, Spoil, str]] = [
-    ("one", "weights empty", put(WEIGHTS, b""), rf"{WEIGHTS}: 0 bytes"),
-    ("one", "weights of 7 bytes", put(WEIGHTS, b"1234567"), rf"{WEIGHTS}: 7 bytes"),
-    ("one", "weights cut in the header", put(WEIGHTS, struct.pack("<Q", 500) + b"{"), rf"{WEIGHTS}: .*cut"),
-    ("one", "weights cut", cut(WEIGHTS, 0.6), rf"{WEIGHTS}: cut"),
-    ("one", "weights random", put(WEIGHTS, RANDOM), rf"{WEIGHTS}: no safetensors file"),
-    ("one", "weights zero", put(WEIGHTS, bytes(3000)), rf"{WEIGHTS}: the header: not JSON"),
+    ("one", "weights empty", put(WEIGHTS, b""), rf"{WEIGHTS}: {DAMAGED}"),
+    ("one", "weights of 7 bytes", put(WEIGHTS, b"1234567"), rf"{WEIGHTS}: {DAMAGED}"),
+    ("one", "weights cut in the header", put(WEIGHTS, struct.pack("<Q", 500) + b"{"), rf"{WEIGHTS}: {DAMAGED}"),
+    ("one", "weights cut", cut(WEIGHTS, 0.6), rf"{WEIGHTS}: {DAMAGED}"),
+    ("one", "weights random", put(WEIGHTS, RANDOM), rf"{WEIGHTS}: {DAMAGED}"),
+    ("one", "weights zero", put(WEIGHTS, bytes(3000)), rf"{WEIGHTS}: {DAMAGED}"),
     ("one", "weights a folder", as_folder(WEIGHTS), rf"{WEIGHTS} is a folder"),
     ("one", "weights missing", gone(WEIGHTS), "has no weights"),
-    ("one", "unknown dtype of a tensor", header(dtype="F99"), rf"{WEIGHTS}: lm_head.weight .*'F99'"),
-    ("one", "negative shape", header(shape=[-3, 3]), rf"{WEIGHTS}: .*lm_head.weight"),
-    ("one", "shape of another size", header(shape=[3, 3]), rf"{WEIGHTS}: lm_head.weight of shape \[3, 3\]"),
+    ("one", "unknown dtype of a tensor", header(dtype="F99"), rf"{WEIGHTS}: {DAMAGED}.*F99"),
+    ("one", "negative shape", header(shape=[-3, 3]), rf"{WEIGHTS}: {DAMAGED}"),
+    ("one", "shape of another size", header(shape=[3, 3]), rf"{WEIGHTS}: {DAMAGED}"),
     ("one", "size mismatch", tensors(cut_weight), rf"{WEIGHTS}: .*up_proj.weight has the shape \[5, 16\].*\[64, 16\]"),
     ("one", "a layer is missing", tensors(without_layer), "lacks weights .*9 of them, model.layers.1"),
     ("one", "config empty", put(CONFIG, b""), rf"{CONFIG}: not JSON"),
@@ -171,20 +172,20 @@ BROKEN: list[tuple[str, str, Spoil, str]] = [
     ("one", "longest a text", edit("tokenizer_config.json", model_max_length="x"), "tokenizer_config.json: "),
     ("one", "an adapter", adapter, "holds an adapter and no model"),
     ("shards", "shard missing", gone(shard(2)), rf"{INDEX}: the file {shard(2)} .*missing"),
-    ("shards", "shard empty", put(shard(3), b""), rf"{shard(3)}: 0 bytes"),
-    ("shards", "shard random", put(shard(4), RANDOM), rf"{shard(4)}: no safetensors file"),
-    ("shards", "shard cut", cut(shard(1), 0.5), rf"{shard(1)}: cut"),
+    ("shards", "shard empty", put(shard(3), b""), rf"{shard(3)}: {DAMAGED}"),
+    ("shards", "shard random", put(shard(4), RANDOM), rf"{shard(4)}: {DAMAGED}"),
+    ("shards", "shard cut", cut(shard(1), 0.5), rf"{shard(1)}: {DAMAGED}"),
     ("shards", "index names no file", index("other.safetensors"), rf"{INDEX}: the file other.safetensors"),
     ("shards", "index names a number", index(3), rf"{INDEX}: weight_map.lm_head.weight: expected a text, got 3"),
     ("shards", "index empty", put(INDEX, b""), rf"{INDEX}: not JSON"),
     ("shards", "index without a map", put(INDEX, b"{}"), rf"{INDEX}: weight_map"),
-    ("bin", "pytorch file random", put(PYTORCH, RANDOM), rf"{PYTORCH}: no pytorch file"),
-    ("bin", "pytorch file empty", put(PYTORCH, b""), rf"{PYTORCH}: 0 bytes"),
+    ("bin", "pytorch file random", put(PYTORCH, RANDOM), rf"{PYTORCH}: .*damaged"),
+    ("bin", "pytorch file empty", put(PYTORCH, b""), rf"{PYTORCH}: {DAMAGED}"),
     (
         "bin",
         "pytorch file cut",
         cut(PYTORCH, 0.5),
-        rf"{PYTORCH}: no pytorch file, or one that is cut",
+        rf"{PYTORCH}: {DAMAGED}",
     ),
     (
         "bin",
@@ -216,13 +217,13 @@ def test_a_sound_checkpoint_loads(sound: Path, kind: str) -> None:
 
 
 GGUF = {
-    "four bytes": (b"GGUF", "4 bytes|cut"),
-    "empty": (b"", "no GGUF file"),
-    "random": (RANDOM, "no GGUF file"),
+    "four bytes": (b"GGUF", DAMAGED),
+    "empty": (b"", DAMAGED),
+    "random": (RANDOM, DAMAGED),
     "of a later version": (b"GGUF" + struct.pack("<IQQ", 99, 0, 0), "version 99"),
     "of nothing": (b"GGUF" + struct.pack("<IQQ", 3, 0, 0), "no tensors"),
-    "cut": (b"GGUF" + struct.pack("<IQQ", 3, 5, 5), "ends too early"),
-    "with tensors without end": (b"GGUF" + struct.pack("<IQQ", 3, 2**60, 2**60), "ends too early"),
+    "cut": (b"GGUF" + struct.pack("<IQQ", 3, 5, 5), DAMAGED),
+    "with tensors without end": (b"GGUF" + struct.pack("<IQQ", 3, 2**60, 2**60), DAMAGED),
 }
 
 
