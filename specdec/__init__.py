@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         DraftRequest,
         Eagle3,
         EarlyExit,
+        Lookahead,
         LookupCache,
         NgramCache,
         NgramMapK,
@@ -45,10 +46,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "STRATEGIES", "UNSET", "AcceptanceRule", "CostTable", "Draft", "DraftModel", "DraftRequest", "Drafter",
-    "Eagle3", "EarlyExit", "Generation", "GenerationRow", "GenerationSettings", "LoadedPair", "LookupCache",
-    "NgramCache", "NgramMapK", "NgramMapK4V", "NgramMod", "NgramSimple", "PairConfig", "PairReport", "PromptLookup",
-    "Rest", "Results", "Round", "RunConfig", "SpecdecError", "SpeculativeDecoder", "Stats", "Suffix", "SuffixStore",
-    "TokenRecycling", "fuse_projections", "load_pair", "measure_costs", "register_rule",
+    "Eagle3", "EarlyExit", "Generation", "GenerationRow", "GenerationSettings", "LoadedPair", "Lookahead",
+    "LookupCache", "NgramCache", "NgramMapK", "NgramMapK4V", "NgramMod", "NgramSimple", "PairConfig", "PairReport",
+    "PromptLookup", "Rest", "Results", "Round", "RunConfig", "SpecdecError", "SpeculativeDecoder", "Stats", "Suffix",
+    "SuffixStore", "TokenRecycling", "fuse_projections", "load_pair", "measure_costs", "register_rule",
 ]  # fmt: skip
 
 _HOMES = {

@@ -8,6 +8,7 @@ from typing import Any, cast
 from specdec.drafters.base import PROTOCOL, Draft, Drafter, DraftRequest, as_drafter, is_drafter
 from specdec.drafters.draft_model.strategy import DraftModel
 from specdec.drafters.eagle3.strategy import Eagle3
+from specdec.drafters.lookahead import Lookahead
 from specdec.drafters.ngram.cache import NgramCache
 from specdec.drafters.ngram.lookup_cache import LookupCache
 from specdec.drafters.ngram.map import NgramMapK, NgramMapK4V
@@ -28,6 +29,7 @@ STRATEGIES: dict[str, type[Any]] = {
     "recycling": TokenRecycling,
     "suffix": Suffix,
     "rest": Rest,
+    "lookahead": Lookahead,
     "ngram-simple": NgramSimple,
     "ngram-map-k": NgramMapK,
     "ngram-map-k4v": NgramMapK4V,
@@ -96,7 +98,7 @@ def _missing(made: Any) -> str:
 
 
 __all__ = [
-    "STRATEGIES", "Draft", "DraftModel", "DraftRequest", "Drafter", "Eagle3", "EarlyExit", "LookupCache", "NgramCache",
-    "NgramMapK", "NgramMapK4V", "NgramMod", "NgramSimple", "PromptLookup", "Rest", "Suffix", "SuffixStore",
-    "TokenRecycling", "find_strategy", "make_drafters", "parse_strategy",
+    "STRATEGIES", "Draft", "DraftModel", "DraftRequest", "Drafter", "Eagle3", "EarlyExit", "Lookahead", "LookupCache",
+    "NgramCache", "NgramMapK", "NgramMapK4V", "NgramMod", "NgramSimple", "PromptLookup", "Rest", "Suffix",
+    "SuffixStore", "TokenRecycling", "find_strategy", "make_drafters", "parse_strategy",
 ]  # fmt: skip

@@ -1,7 +1,7 @@
 """One colour a strategy, the same in the demo, on token pages and in plots.
 
 The colours are Paul Tol's scheme "muted" (https://sronpersonalpages.nl/~pault/), whose nine colours are told apart with
-every kind of colour blindness, and four of Okabe and Ito's. A strategy of one's own gets one of them by its name, so
+every kind of colour blindness, and five of Okabe and Ito's. A strategy of one's own gets one of them by its name, so
 that it keeps it from run to run.
 """
 
@@ -13,7 +13,7 @@ STRATEGY_COLOURS = {
     "draft-model": "#332288", "prompt-lookup": "#CC6677", "suffix": "#117733", "ngram-mod": "#DDCC77",
     "eagle3": "#882255", "ngram-simple": "#88CCEE", "ngram-cache": "#44AA99", "ngram-map-k": "#999933",
     "ngram-map-k4v": "#AA4499", "early-exit": "#D55E00", "recycling": "#0072B2",
-    "rest": "#56B4E9",
+    "rest": "#56B4E9", "lookahead": "#F0E442",
 }  # fmt: skip
 TARGET = "#888888"  # the target's own tokens, and plain decoding
 MARKERS = "osD^vP*X<>hd"

@@ -27,6 +27,7 @@ SMALL: dict[str, Any] = {
     "prompt-lookup": "prompt-lookup",
     "suffix": Suffix(4),
     "recycling": "recycling:nodes=8",
+    "lookahead": "lookahead:window=3:ngram=3:guesses=2",
     "rest": Rest(store=SuffixStore([random_ids(9, 7) * 3, random_ids(40, 5)]), nodes=8),
     "early-exit": "early-exit:layers=1:n_max=3",
     "draft-model": "draft-model:n_max=4",

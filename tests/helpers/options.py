@@ -45,6 +45,7 @@ STRATEGIES: dict[str, list[Any]] = {
     "translate": ["draft-model:n_max=4:translate=true"],
     "tree of 40": [DraftModel(tree=[4, 3, 2])],
     "recycling": ["recycling:nodes=30"],
+    "lookahead": ["lookahead:window=4:ngram=3:guesses=4"],
     "early-exit": ["early-exit:layers=1:n_max=3"],
     "lookup, then early-exit": ["prompt-lookup", "early-exit:skip=0:n_max=2:p_min=0.1"],
     "lookup, then translate": ["prompt-lookup", "draft-model:n_max=4:translate=true"],
