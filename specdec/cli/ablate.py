@@ -18,10 +18,12 @@ from specdec.research.ablation.config import load_ablation
 from specdec.research.ablation.merge import REPORT, check_packages, merge
 from specdec.research.ablation.report import EVERY_ROW_FAILED
 from specdec.research.ablation.runner import run_ablation
+from specdec.research.ablation.shard import Shard
 from specdec.research.ablation.store import Plan, cell_to_dict, read_manifest
 from specdec.research.ablation.summary import check_baseline
 from specdec.research.ablation.table import labels
 from specdec.research.ablation.tables import comparison_table, loop_warning, settings_table
+from specdec.research.ablation.work import Work, work_left
 
 Baseline = Annotated[str | None, typer.Option(help="Compare the others with this setting, by prompt.")]
 FAILED = 1
@@ -52,6 +54,7 @@ def run(
     out: Annotated[Path, typer.Option(help="The ablation's folder; resumes if it exists.")],
     extend: Annotated[bool, typer.Option("--extend", help="Resume although the config or a version changed.")] = False,
     shard: Annotated[str | None, typer.Option(help="Part of the work of this process, such as 0/4.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Count what would be done, and do nothing.")] = False,
     retry_errors: Annotated[bool, typer.Option("--retry-errors", help="Run rows again that failed.")] = False,
     baseline: Baseline = None,
     drop_loops: DropLoops = False,
@@ -63,14 +66,44 @@ def run(
     with its own --shard, the last one that ends writes the table.
     """
     check_packages()
-    settings = load_ablation(config)
-    check_writable(out, "--out", folder=True)
+    settings, part = load_ablation(config), Shard.parse(shard)
+    if not dry_run:
+        check_writable(out, "--out", folder=True)
     plan = Plan.make(settings)
     check_baseline(baseline, labels([cell_to_dict(cell) for cell in plan.cells]).values())
-    steps = sum(-(-len(plan.prompts) // cell.batch_size) for cell in plan.cells)
-    with output.progress("ablation", steps) as advance:
-        run_ablation(settings, out, shard, extend, retry_errors, advance)
+    work = work_left(plan, out, part, retry_errors)
+    if dry_run:
+        _print_work(work, out, as_json)
+        return
+
+    def kept() -> str:
+        done = work_left(plan, out, part, retry_errors)
+        return (
+            f"{done.rows_done} of {done.rows} rows are kept in {out}; the same command goes on with the others, and "
+            f"`specdec ablate merge {out} --partial` makes the table of those that are there"
+        )
+
+    with output.on_interrupt(kept), output.progress("ablation", work.calls_left + work.loads) as advance:
+        run_ablation(settings, out, part, extend, retry_errors, advance)
     _finish(merge(out, baseline=baseline, drop_loops=drop_loops), out, as_json)
+
+
+def _print_work(work: Work, out: Path, as_json: bool) -> None:
+    if as_json:
+        output.print_json(work.to_dict())
+        return
+    left = "unknown: no row is there yet" if work.seconds_left is None else output.duration(work.seconds_left)
+    shown = {
+        "cells": f"{work.cells}, of which {work.drafting_cells} draft",
+        "prompts": work.prompts,
+        "rows": work.rows,
+        f"rows in {out}": work.rows_done,
+        "calls to make": work.calls_left,
+        "passes of the target": f"{work.least_passes:,} (all accepted) to {work.most_passes:,} (nothing accepted)",
+        "pairs to load": work.loads,
+        "time, at the pace of the rows that are there": left,
+    }
+    output.stdout().print(output.facts(shown))
 
 
 @app.command("merge")

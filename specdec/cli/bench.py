@@ -102,13 +102,15 @@ def bench(
     for name, path in (("--out", out), ("--raw", raw)):
         if path is not None:
             check_writable(path, name)
-    save = partial(_save, out, raw)
-    if file is not None:
-        done = _file(file, subject, of_file, save)
-    elif smoke:
-        done = _smoke(bool(of_smoke.quick), of_smoke.suite or tuple(SUITES))
-    else:
-        done = _exactness(subject, of_exactness, save)
+    saved: list[Path] = []
+    save = partial(_save, out, raw, saved)
+    with output.on_interrupt(lambda: _kept(saved, out or raw)):
+        if file is not None:
+            done = _file(file, subject, of_file, save)
+        elif smoke:
+            done = _smoke(bool(of_smoke.quick), of_smoke.suite or tuple(SUITES), save)
+        else:
+            done = _exactness(subject, of_exactness, save)
     _report(done, save, as_json)
 
 
@@ -131,9 +133,9 @@ def _report(done: Done, save: Save, as_json: bool) -> None:
         raise Exit(FAILED)
 
 
-def _smoke(quick: bool, suites: Sequence[str]) -> Done:
+def _smoke(quick: bool, suites: Sequence[str], save: Save) -> Done:
     with output.progress("benchmark") as advance:
-        result = run_smoke(quick, suites, advance)
+        result = run_smoke(quick, suites, advance, save)
     return Done(result, _print, equal(result))
 
 
@@ -156,11 +158,17 @@ def _file(file: Path, subject: Subject, options: OfFile, save: Save) -> Done:
     return Done(result, print_bench, not wrong and not (options.strict and missed(result)))
 
 
-def _save(out: Path | None, raw: Path | None, result: dict[str, Any]) -> None:
-    if out is not None:
-        write_json(out, without_rows(result))
-    if raw is not None:
-        write_json(raw, result)
+def _save(out: Path | None, raw: Path | None, saved: list[Path], result: dict[str, Any]) -> None:
+    for path, document in ((out, without_rows(result)), (raw, result)):
+        if path is not None:
+            write_json(path, document)
+            saved.append(path)
+
+
+def _kept(saved: Sequence[Path], asked: Path | None) -> str:
+    if saved:
+        return f"what was measured so far is in {', '.join(map(str, dict.fromkeys(saved)))}"
+    return "nothing was measured yet" if asked else "results are kept only with --out FILE"
 
 
 def _print(console: Console, result: dict[str, Any]) -> None:

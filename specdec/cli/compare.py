@@ -67,7 +67,8 @@ def compare(
     config = compare_config(target, draft or [], strategy or [], k or 5, texts, data, loading, **options)
     with ExitStack() as stack:
         folder = out or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="specdec-compare-")))
-        with output.progress("comparing") as advance:
+        kept = f"rows are kept in {out}; the same command goes on" if out else "rows are kept only with --out DIR"
+        with output.on_interrupt(lambda: kept), output.progress("comparing") as advance:
             result = run_compare(config, folder, advance, baseline, drop_loops)
     if as_json:
         output.print_json(result)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
+import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +15,7 @@ from huggingface_hub.utils import enable_progress_bars
 from huggingface_hub.utils import logging as hub_logging
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 from transformers.utils import logging as transformers_logging
@@ -24,6 +26,7 @@ from specdec.research.colours import colour_of, on_any_ground
 from specdec.research.loops import loop_share
 from specdec.stats import RATES
 
+LOG_EVERY = 30.0  # seconds between lines of progress off a terminal
 WIDTH = 120  # of tables where the output is not a terminal
 
 
@@ -72,16 +75,71 @@ def quiet() -> Iterator[None]:
 @contextmanager
 def progress(what: str, steps: int | None = None) -> Iterator[Any]:
     """A line on standard error while something runs. Yields a function to call after each of `steps` steps."""
-    bar = [BarColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f}")] if steps else []
-    columns = [SpinnerColumn(), TextColumn("{task.description}"), *bar, TimeElapsedColumn()]
     console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:
+    if not console.is_terminal:
+        with LogLines(what, steps) as lines:
+            yield lines.advance
+        return
+    bar = [BarColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f}")] if steps else []
+    left = [TextColumn("left"), TimeRemainingColumn()] if steps else []
+    columns = [SpinnerColumn(), TextColumn("{task.description}"), *bar, TimeElapsedColumn(), *left]
+    with Progress(*columns, console=console, transient=True) as shown:
         task = shown.add_task(what, total=steps)
 
         def advance(description: str | None = None) -> None:
             shown.update(task, advance=1, description=description or what)
 
         yield advance
+
+
+class LogLines:
+    """Progress where standard error is no terminal: a line every LOG_EVERY seconds, also during one long step."""
+
+    def __init__(self, what: str, steps: int | None) -> None:
+        self.what, self.steps, self.step, self.done = what, steps, "", 0
+        self.stream, self.started = sys.stderr, time.monotonic()
+        self.ended = threading.Event()
+        self.thread = threading.Thread(target=self._run, daemon=True)
+
+    def advance(self, description: str | None = None) -> None:
+        """Count a step."""
+        self.done, self.step = self.done + 1, description or ""
+
+    def line(self, seconds: float) -> str:
+        """What is said after so many seconds."""
+        parts = [self.what if not self.steps else f"{self.what}: {min(self.done, self.steps)} of {self.steps}"]
+        parts += [self.step] * bool(self.step) + [f"{duration(seconds)} so far"]
+        if self.steps and self.done > 1:
+            parts.append(f"about {duration(seconds * max(0, self.steps - self.done) / self.done)} left")
+        return ", ".join(parts)
+
+    def __enter__(self) -> LogLines:
+        self.thread.start()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.ended.set()
+        self.thread.join()
+
+    def _run(self) -> None:
+        while not self.ended.wait(LOG_EVERY):
+            print(self.line(time.monotonic() - self.started), file=self.stream, flush=True)
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60} h {minutes % 60:02} min" if minutes >= 60 else f"{minutes}:{rest:02} min"
+
+
+@contextmanager
+def on_interrupt(message: Callable[[], str]) -> Iterator[None]:
+    """Say what is left where the user interrupts."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f"interrupted: {message()}", file=sys.stderr)
+        raise
 
 
 def table(*columns: str, title: str | None = None, whole_names: bool = False) -> Table:

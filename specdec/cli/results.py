@@ -16,7 +16,7 @@ from specdec.research.results import Results
 
 
 def results(
-    source: Annotated[str, Argument(metavar="DIR", help="An ablation's folder, a table.parquet, or a trace.")],
+    source: Annotated[str, Argument(metavar="DIR", help="An ablation's folder, a table, a trace, or a bench's JSON.")],
     by: Annotated[str | None, Option(help="What to group by, as strategy,k,position.", show_default="setting")] = None,
     where: Annotated[list[str] | None, Option(help="Only rows with this value, as k=4; repeat for more.")] = None,
     figures: Annotated[str | None, Option(help="Columns of the table, as tokens_per_round,speedup.")] = None,
@@ -41,11 +41,16 @@ def results(
     if out is not None:
         check_writable(out, "--out")
     found = Results.load(source)
-    if drop_loops:
-        found = found.without_loops()
+    if isinstance(found, Results):
+        found = found.without_loops() if drop_loops else found
+    elif drop_loops or baseline is not None:
+        raise SpecdecError("--drop-loops and --baseline need rows, and a benchmark's document has pooled figures")
     if where:
         found = found.where(**dict(map(_pair, where)))
-    table = found.against(baseline) if baseline is not None else found.by(*_listed(by))
+    if baseline is not None and isinstance(found, Results):
+        table = found.against(baseline)
+    else:
+        table = found.by(*_listed(by))
     if as_json:
         output.print_json(table.flat())
     elif as_csv or as_latex:

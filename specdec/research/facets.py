@@ -42,6 +42,8 @@ def facets(
     if ax is not None and panel is not None:
         raise SpecdecError("facets: give axes or panels, not both")
     found = results if isinstance(results, Results) else Results.load(results)
+    if not isinstance(found, Results):
+        raise SpecdecError("facets: a benchmark's document has no rows to group")
     names = tuple(dict.fromkeys(n for n in (panel, colour, x) if n is not None))
     rows = found.by(*names).rows
     if not isinstance(rows[0].get(figure), Interval):

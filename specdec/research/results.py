@@ -28,6 +28,7 @@ from specdec.research.ablation.summary import (
     setting_figures,
 )
 from specdec.research.ablation.table import AS_THEY_ARE, REFERENCE, TIMES, Row, as_rows, figures
+from specdec.research.bench_results import BenchResults
 from specdec.research.bootstrap import Interval, ratio
 from specdec.research.loops import without_loops
 from specdec.research.results_table import ResultTable
@@ -70,10 +71,12 @@ class Results:
     source: str = "rows"
 
     @staticmethod
-    def load(path: Any) -> Results:
-        """Read the folder of an ablation or a comparison, a table.parquet, rows, or a trace (its file or its name
-        without a suffix). Raises SpecdecError for anything else."""
+    def load(path: Any) -> Results | BenchResults:
+        """Read the folder of an ablation or a comparison, a table.parquet, rows, a trace (its file, or its name without
+        a suffix), or the JSON document of a benchmark. Raises SpecdecError for anything else."""
         traced = trace_rows(path) if isinstance(path, (str, Path)) else None
+        if traced is None and (bench := BenchResults.load(path)) is not None:
+            return bench
         rows = as_rows(path) if traced is None else traced
         if not rows:
             raise SpecdecError("the results have no rows")

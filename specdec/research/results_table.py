@@ -36,10 +36,12 @@ class ResultTable:
 
     names: the dimensions; their values come first in each row.
     rows: by column; figures are an Interval, counts are numbers.
+    intervals: what the intervals are.
     """
 
     names: tuple[str, ...]
     rows: list[dict[str, Any]]
+    intervals: str = "95 % intervals over prompts"
 
     def flat(self) -> list[dict[str, Any]]:
         """Plain data: each figure as `NAME`, `NAME_low` and `NAME_high`, the ends of its 95 % interval."""
@@ -77,7 +79,7 @@ class ResultTable:
         written where `path` is given. figures: None = those that say most and are known."""
         shown, keys = self._chosen(figures), len(self.names)
         lines = [
-            "% needs \\usepackage{booktabs}; intervals: 95 %, bootstrap over prompts",
+            f"% needs \\usepackage{{booktabs}}; {self.intervals}",
             f"\\begin{{tabular}}{{{'l' * keys}{'r' * len(shown)}}}",
             "\\toprule",
             _latex_row(map(escape_latex, self._heads(shown))),
@@ -92,7 +94,7 @@ class ResultTable:
         """The table as texts. Raises SpecdecError for an unknown figure."""
         shown = self._chosen(figures)
         rows = [[_cell(row.get(n), digits) for n in (*self.names, *shown)] for row in self.rows]
-        return tables.Table("95 % intervals over prompts", self._heads(shown), rows)
+        return tables.Table(self.intervals, self._heads(shown), rows)
 
     def _heads(self, shown: Sequence[str]) -> list[str]:
         return [IN_WORDS.get(n, n.replace("_", " ")) for n in (*self.names, *shown)]

@@ -202,3 +202,39 @@ def test_over_one_run_every_verb_gives_the_same_value_for_the_same_name(tmp_path
     )
     assert "draft_acceptance_rate" in json.dumps(traced)
     assert ablated["acceptance"] == ablated["conditional_acceptance_rate"]  # the old name
+
+
+# -- documents of specdec bench ---------------------------------------------------------------------------------------
+
+
+def test_a_benchs_document_is_results_too(tmp_path: Path) -> None:
+    speed = {"value": 20.0, "low": 18.0, "high": 22.0}
+    plain = {"tokens_per_second": speed, "tokens_per_round": 1.0, "acceptance": {"tested": None}}
+    draft = {**plain, "tokens_per_round": 2.5, "acceptance": {"tested": 0.75}, "over_plain": {**speed, "value": 2.0}}
+    document = {"scenarios": {"batch-1": {"contenders": {"plain": plain, "draft": draft, "broken": {"error": "e"}}}}}
+    (tmp_path / "bench.json").write_text(json.dumps(document))
+    found = Results.load(tmp_path / "bench.json")
+    table = found.by("contender")
+    assert [r["contender"] for r in table.rows] == ["plain", "draft"]
+    assert value(table, "conditional_acceptance_rate", contender="draft") == 0.75
+    assert value(table, "speedup_low", contender="draft") == 18.0
+    assert found.where(contender="draft").by().names == ("scenario", "contender")
+    assert r"\toprule" in found.to_latex(figures=["tokens_per_second"])
+    two = {"scenarios": {**document["scenarios"], "batch-8": document["scenarios"]["batch-1"]}}
+    (tmp_path / "two.json").write_text(json.dumps(two))
+    with pytest.raises(SpecdecError, match="group by scenario too, or choose one: batch-1, batch-8"):
+        Results.load(tmp_path / "two.json").by("contender")
+    for wrong, words in ((lambda: found.by("k"), "dimension of by"), (lambda: found.where(contender="x"), "no row")):
+        with pytest.raises(SpecdecError, match=words):
+            wrong()
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(SpecdecError, match="neither a trace nor a document"):
+        Results.load(tmp_path / "other.json")
+
+
+@pytest.mark.parametrize("name", ["bench_smoke_cpu", "bench_cpu", "bench_h100", "bench_batches"])
+def test_the_documents_in_results_load(name: str) -> None:
+    done = CliRunner().invoke(app, ["results", f"results/{name}.json", "--csv"])
+    assert done.exit_code == 0, done.output
+    assert done.stdout.count("\n") > 4
+    assert CliRunner().invoke(app, ["results", f"results/{name}.json", "--drop-loops"]).exit_code == 2

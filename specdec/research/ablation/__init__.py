@@ -2,7 +2,8 @@
 
 from specdec.research.ablation.config import AblationConfig, Cell, load_ablation
 from specdec.research.ablation.merge import merge
-from specdec.research.ablation.runner import Session, Shard, run_ablation
+from specdec.research.ablation.runner import Session, run_ablation
+from specdec.research.ablation.shard import Shard
 from specdec.research.ablation.summary import summarise
 from specdec.research.ablation.table import as_rows, build_table
 from specdec.research.prompts.choice import DataConfig

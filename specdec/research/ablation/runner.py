@@ -12,10 +12,9 @@ the batch. The row records it, and `generate(prompt, seed=[row_seed])` repeats t
 from __future__ import annotations
 
 import hashlib
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,36 +31,15 @@ from specdec.models.names import model_name
 from specdec.research.ablation.config import AblationConfig, Cell
 from specdec.research.ablation.journal import Journal
 from specdec.research.ablation.models import Shelf, by_models
+from specdec.research.ablation.shard import Shard
 from specdec.research.ablation.store import Plan, Store
+from specdec.research.ablation.work import missing_calls
 from specdec.research.prompts.datasets import Prompt, as_given, with_template
 
 Progress = Callable[[str], None]
 # Facts about a loaded pair, looked up once: (decoder, its cells, its prompts' ids, its rows) -> plain data.
 Examine = Callable[[SpeculativeDecoder, Sequence[Cell], Mapping[str, "Ids"], Mapping[tuple[str, str], Any]], Any]
 Ids = list[int] | SpecdecError  # a prompt's ids, or why it has none
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One of `count` parts of an ablation, for processes that share the work."""
-
-    index: int = 0
-    count: int = 1
-
-    @staticmethod
-    def parse(text: str) -> Shard:
-        """Read "0/4", the first of four. Raises SpecdecError for another form."""
-        numbers = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
-        shard = Shard(*map(int, numbers.groups())) if numbers else None
-        if shard is None or shard.index >= shard.count:
-            raise SpecdecError(f"shard: expected index/count with index from 0 to count - 1, such as 0/4, got {text!r}")
-        return shard
-
-    def place(self, models: PairConfig) -> PairConfig:
-        """The pair on this shard's GPU, if the config leaves the device open: shards take the GPUs in turn."""
-        if self.count == 1 or models.device is not None or not torch.cuda.is_available():
-            return models
-        return replace(models, device=f"cuda:{self.index % torch.cuda.device_count()}")
 
 
 @dataclass
@@ -106,7 +84,7 @@ def run_ablation(
             fails is recorded and does not stop the others. A KeyboardInterrupt leaves what is done.
     """
     started = time.perf_counter()
-    shard = Shard.parse(shard) if isinstance(shard, str) else shard or Shard()
+    shard = shard if isinstance(shard, Shard) else Shard.parse(shard)
     plan = Plan.make(config)
     store = Store.open(out, plan, extend)
     with Journal(out, shard.index) as journal:
@@ -166,20 +144,8 @@ class _Run:
         return unknown or any(True for _ in self.calls(cells))
 
     def calls(self, cells: Sequence[Cell]) -> Iterator[tuple[int, Cell, list[Prompt]]]:
-        """The calls of this process that have a row missing: (number of the call, cell, prompts)."""
-        for size in dict.fromkeys(cell.batch_size for cell in cells):
-            same = [cell for cell in cells if cell.batch_size == size]
-            for number, first in enumerate(range(0, len(self.plan.prompts), size)):
-                if number % self.shard.count != self.shard.index:
-                    continue
-                prompts = self.plan.prompts[first : first + size]
-                turn = number % len(same)
-                for cell in same[turn:] + same[:turn]:
-                    if not all(self._done(cell, p) for p in prompts):
-                        yield number, cell, prompts
-
-    def _done(self, cell: Cell, prompt: Prompt) -> bool:
-        return self.store.done(cell, prompt, self.plan.fingerprint(prompt), self.retry_errors)
+        """The calls of this process that have a row missing."""
+        return missing_calls(self.plan, self.store, self.shard, self.retry_errors, cells)
 
     def pair(self, models: PairConfig, cells: Sequence[Cell], shelf: Shelf) -> None:
         """Run every missing call of the cells of one pair. If the pair cannot be loaded, all of them fail."""

@@ -133,6 +133,9 @@ class _Run:
         self._tidy()
         run = ScenarioRun(name, scenario, self.pair, calls, taking, self._until(name), self.progress)
         self.result["scenarios"][name] = run.run()
+        if run.stopped:
+            self._finish()
+            raise KeyboardInterrupt
 
     def _until(self, name: str) -> float | None:
         """When a scenario should be over: its share of the time that is left to it and to those after it."""

@@ -32,6 +32,7 @@ class ScenarioRun:
     entries: what the result says of each contender.
     runs: one entry a call.
     references: token ids of every contender's first run, by its name and the number of the call.
+    stopped: whether somebody interrupted it; its entry is then of the whole repeats, or of the calls of the first.
     """
 
     name: str
@@ -44,20 +45,16 @@ class ScenarioRun:
     entries: dict[str, dict[str, Any]] = field(default_factory=dict)
     runs: list[dict[str, Any]] = field(default_factory=list)
     references: dict[tuple[str, int], list[list[int]]] = field(default_factory=dict)
+    stopped: bool = False
 
     def run(self) -> dict[str, Any]:
-        """The scenario's entry in the result."""
+        """The scenario's entry in the result. Raises KeyboardInterrupt where it is interrupted before the first call is
+        done."""
         started = time.perf_counter()
         for contender in list(self.order):
             self._warm_up(contender)
-        warm, took = time.perf_counter(), 0.0
-        for repeat in range(self.scenario.repeats):
-            begun = time.perf_counter()
-            if repeat and self.until is not None and begun + took > self.until:
-                break
-            for i in range(len(self.calls)):
-                self._turn(repeat, i)
-            took = time.perf_counter() - begun
+        warm = time.perf_counter()
+        self._repeats()
         done = time.perf_counter()
         self._summarise()
         rows = [prompt for call in self.calls for prompt in call.prompts]
@@ -68,9 +65,27 @@ class ScenarioRun:
             "prompt_hashes": [hash_ids(ids) for ids in rows],
             "chat_template": self.calls[0].template,
             "seconds": {"warm_up": warm - started, "runs": done - warm},
+            **({"interrupted": True} if self.stopped else {}),
             "contenders": self.entries,
             "runs": self.runs,
         }
+
+    def _repeats(self) -> None:
+        took = 0.0
+        for repeat in range(self.scenario.repeats):
+            begun = time.perf_counter()
+            if repeat and self.until is not None and begun + took > self.until:
+                break
+            try:
+                for i in range(len(self.calls)):
+                    self._turn(repeat, i)
+            except KeyboardInterrupt:
+                self.runs = [r for r in self.runs if r["repeat"] < repeat] or self.runs
+                if not self.runs:
+                    raise
+                self.stopped = True
+                break
+            took = time.perf_counter() - begun
 
     def _warm_up(self, contender: Contender) -> None:
         if (reason := contender.refuses(self.scenario.batch)) is not None:
@@ -169,7 +184,7 @@ class ScenarioRun:
             if contender.name != first:
                 entry[f"over_{first}"] = figures.speed_ratio(runs, groups[first]).to_dict()
             plain = self._plain_for(contender)[0]
-            if isinstance(contender, Own) and plain is not None:
+            if isinstance(contender, Own) and plain is not None and not self.stopped:
                 self.progress(f"{self.name}: passes of {contender.name}")
                 typical, length = self.calls[len(self.calls) // 2], round(entry["draft_length"])
                 costs = pass_costs(contender, typical, self.scenario.max_new_tokens, length)

@@ -9,6 +9,7 @@ repeats. Token ids are compared, never assumed equal.
 from __future__ import annotations
 
 import json
+import os
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -25,6 +26,7 @@ from specdec.research.bench.scenario import ScenarioRun
 from specdec.research.bench.tables import Table, figure, spread
 from specdec.research.demo import DEMO
 from specdec.research.models.choice import SMOLLM2, ModelChoice, locate
+from specdec.research.models.smollm2 import VARIABLE
 from specdec.research.prompts.datasets import Prompt, load_prompts
 from specdec.theory import Costs
 
@@ -99,24 +101,36 @@ SUITES: dict[str, Callable[[bool], Suite]] = {"smollm2-135m": smollm2_suite, "em
 
 
 def run_smoke(
-    quick: bool = False, suites: Iterable[str] = tuple(SUITES), progress: Progress = lambda what: None
+    quick: bool = False,
+    suites: Iterable[str] = tuple(SUITES),
+    progress: Progress = lambda what: None,
+    save: Callable[[dict[str, Any]], None] = lambda result: None,
 ) -> dict[str, Any]:
-    """Run the suites; one whose model cannot be had is skipped, with the reason in its place. `progress` is told what
-    is about to run. Raises SpecdecError for an unknown suite."""
+    """Run the suites; one whose model cannot be had is skipped, with the reason in its place.
+
+    progress: told what is about to run. save: gets the result so far after every suite, and when one is interrupted.
+    Raises SpecdecError for an unknown suite, and where SPECDEC_SMOLLM2 names no model.
+    """
     names = list(suites)
     for name in names:
         if name not in SUITES:
             raise SpecdecError(f"unknown suite {name!r}; known: {', '.join(SUITES)}")
     results: dict[str, Any] = {}
+    document = {"benchmark": "smoke", "quick": quick, **origin(), "suites": results}
     for name in names:
         progress(f"loading {name}")
         try:
             suite = SUITES[name](quick)
         except SpecdecError as error:
+            if os.environ.get(VARIABLE):
+                raise SpecdecError(f"{VARIABLE}: {error}") from None
             results[name] = {"skipped": str(error)}
             continue
         results[name] = measure(suite, progress)
-    return {"benchmark": "smoke", "quick": quick, **origin(), "suites": results}
+        save(document)
+        if results[name].get("interrupted"):
+            raise KeyboardInterrupt
+    return document
 
 
 def measure(suite: Suite, progress: Progress = lambda what: None) -> dict[str, Any]:
@@ -135,7 +149,8 @@ def measure(suite: Suite, progress: Progress = lambda what: None) -> dict[str, A
         raise SpecdecError(f"{suite.name}: {next(iter(failed))} failed: {next(iter(failed.values()))}")
     categories = {p.id: p.category for p in suite.prompts}
     runs = [{**run, "category": categories[calls[run["call"]].ids[0]]} for run in found["runs"]]
-    asked = {name: found[name] for name in ("prompts", "prompt_tokens", "prompt_hashes", "chat_template")}
+    names = ("prompts", "prompt_tokens", "prompt_hashes", "chat_template", "interrupted")
+    asked = {name: found[name] for name in names if name in found}
     return {"settings": suite.settings(), **asked, "summary": summarise(runs), "runs": runs}
 
 

@@ -1,0 +1,110 @@
+"""What an ablation has to do: its missing calls, counted before a model is loaded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from specdec.config import GenerationSettings
+from specdec.decoding.validation import check_places
+from specdec.drafters import make_drafters
+from specdec.errors import SpecdecError
+from specdec.research.ablation.config import Cell
+from specdec.research.ablation.models import by_models
+from specdec.research.ablation.shard import Shard
+from specdec.research.ablation.store import MANIFEST, Plan, Store
+from specdec.research.prompts.datasets import Prompt
+
+
+def missing_calls(
+    plan: Plan, store: Store, shard: Shard, retry_errors: bool, cells: Sequence[Cell]
+) -> Iterator[tuple[int, Cell, list[Prompt]]]:
+    """The calls of a shard that have a row missing: (number of the call, cell, prompts)."""
+
+    def done(cell: Cell, prompt: Prompt) -> bool:
+        return store.done(cell, prompt, plan.fingerprint(prompt), retry_errors)
+
+    for size in dict.fromkeys(cell.batch_size for cell in cells):
+        same = [cell for cell in cells if cell.batch_size == size]
+        for number, first in enumerate(range(0, len(plan.prompts), size)):
+            if number % shard.count != shard.index:
+                continue
+            prompts = plan.prompts[first : first + size]
+            turn = number % len(same)
+            for cell in same[turn:] + same[:turn]:
+                if not all(done(cell, p) for p in prompts):
+                    yield number, cell, prompts
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is asked for and what is left.
+
+    rows_done: of all processes; calls_left, loads: of this shard.
+    least_passes, most_passes: of the target in the calls that are left: every draft accepted, or none.
+    seconds_left: at the pace of the rows that are there; None without one.
+    """
+
+    cells: int
+    drafting_cells: int
+    prompts: int
+    rows: int
+    rows_done: int
+    calls_left: int
+    loads: int
+    least_passes: int
+    most_passes: int
+    seconds_left: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return asdict(self)
+
+
+def work_left(plan: Plan, out: Path, shard: Shard, retry_errors: bool = False) -> Work:
+    """Count what is left to do in a folder, which need not exist. Raises SpecdecError for a model file or a device that
+    this machine lacks."""
+    store = Store(out)
+    if (out / MANIFEST).is_file():
+        store.read()
+    calls, loads = [], 0
+    for models, cells in by_models(plan.cells):
+        found = list(missing_calls(plan, store, shard, retry_errors, cells))
+        if found:
+            try:
+                check_places(shard.place(models))
+            except SpecdecError as error:
+                raise SpecdecError(f"pairs.{cells[0].pair}: {error}") from error
+        loads += bool(found)
+        calls += found
+    asked = [(cell, prompt) for cell in plan.cells for prompt in plan.prompts]
+    there = [store.rows[cell.key, p.id] for cell, p in asked if store.done(cell, p, plan.fingerprint(p), retry_errors)]
+    timed = [row["seconds"] for row in there if row.get("seconds")]
+    passes = [_passes(cell) for _, cell, _ in calls]
+    rows_left = sum(len(prompts) for _, _, prompts in calls)
+    return Work(
+        cells=len(plan.cells),
+        drafting_cells=sum(bool(cell.strategies) for cell in plan.cells),
+        prompts=len(plan.prompts),
+        rows=len(asked),
+        rows_done=len(there),
+        calls_left=len(calls),
+        loads=loads,
+        least_passes=sum(least for least, _ in passes),
+        most_passes=sum(most for _, most in passes),
+        seconds_left=sum(timed) / len(timed) * rows_left if timed else None,
+    )
+
+
+def _passes(cell: Cell) -> tuple[int, int]:
+    """Fewest and most passes of a call whose rows are of full length."""
+    tokens = int(cell.generation.get("max_new_tokens", GenerationSettings.max_new_tokens))
+    if not cell.strategies:
+        return tokens, tokens
+    drafters = make_drafters([dict(s) for s in cell.strategies], has_draft=True)
+    longest = [getattr(d, "n_max", None) for d in drafters]
+    known = [n for n in longest if isinstance(n, int)]
+    return (math.ceil(tokens / (max(known) + 1)) if len(known) == len(longest) else 1), tokens

@@ -1,0 +1,141 @@
+"""The JSON document of `specdec bench` as a table of figures: a row per scenario and contender.
+
+A document has pooled figures and no rows of calls, so that grouping chooses among them and pools nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specdec.errors import SpecdecError, unknown_name
+from specdec.files.texts import is_file, read_json
+from specdec.research.bootstrap import Interval
+from specdec.research.results_table import ResultTable
+
+OF_FILE = ("scenario", "contender")
+OF_SMOKE = ("suite", "category", "contender")
+SCENARIO_FIGURES = {  # name in tables -> name in the document
+    "tokens_per_round": "tokens_per_round", "draft_acceptance_rate": "draft_acceptance_rate",
+    "conditional_acceptance_rate": "conditional_acceptance_rate", "acceptance_length": "acceptance_length",
+    "tokens_per_second": "tokens_per_second", "speedup": "over_plain",
+}  # fmt: skip
+BOOTSTRAP, RANGE = "95 % intervals over calls or repeats", "medians, and the range over the repeats"
+
+
+@dataclass(frozen=True)
+class BenchResults:
+    """Figures of a benchmark.
+
+    dimensions: what `by` and `where` take.
+    rows: by column; figures are an Interval.
+    intervals: what the intervals are.
+    """
+
+    dimensions: tuple[str, ...]
+    rows: list[dict[str, Any]]
+    intervals: str
+    source: str
+
+    @staticmethod
+    def load(path: Any) -> BenchResults | None:
+        """Read the document at a path; None where there is no JSON file. Raises SpecdecError for another document."""
+        if not isinstance(path, (str, Path)) or Path(path).suffix != ".json" or not is_file(path):
+            return None
+        data = read_json(path, "results")
+        try:
+            if "scenarios" in data:
+                return BenchResults(OF_FILE, list(_of_file(data)), BOOTSTRAP, str(path))
+            if "suites" in data:
+                return BenchResults(OF_SMOKE, list(_of_smoke(data)), RANGE, str(path))
+        except (AttributeError, KeyError, TypeError) as error:
+            raise SpecdecError(f"{path} is no whole document of specdec bench: {error!r}") from None
+        raise SpecdecError(f"{path} is neither a trace nor a document of specdec bench")
+
+    def where(self, **values: Any) -> BenchResults:
+        """Some of the rows: those with these values, or one of a list. Raises SpecdecError where none is left."""
+        for name in values:
+            self._check("where", name)
+        wanted = {n: v if isinstance(v, (list, tuple, set)) else [v] for n, v in values.items()}
+        kept = [r for r in self.rows if all(r[n] in v for n, v in wanted.items())]
+        if not kept:
+            raise SpecdecError(f"{self.source}: no row has {values}")
+        return BenchResults(self.dimensions, kept, self.intervals, self.source)
+
+    def by(self, *names: str) -> ResultTable:
+        """The figures with these dimensions first; without one, with all. Raises SpecdecError where a dimension is left
+        out that tells rows apart: a document has nothing to pool them from."""
+        for name in names:
+            self._check("by", name)
+        names = names or self.dimensions
+        rest = [n for n in self.dimensions if n not in names]
+        for name in rest:
+            found = list(dict.fromkeys(r[name] for r in self.rows))
+            if len(found) > 1:
+                raise SpecdecError(
+                    f"{self.source} has figures by {', '.join(self.dimensions)} and cannot pool them: group by {name} "
+                    f"too, or choose one: {', '.join(map(str, found))}"
+                )
+        rows = [{n: r[n] for n in (*names, *(c for c in r if c not in self.dimensions))} for r in self.rows]
+        return ResultTable(names, rows, self.intervals)
+
+    def to_pandas(self) -> Any:
+        """A data frame of all figures. Raises SpecdecError without pandas."""
+        return self.by().to_pandas()
+
+    def to_csv(self, path: str | Path | None = None) -> str:
+        """All figures as CSV; returned, and written where `path` is given."""
+        return self.by().to_csv(path)
+
+    def to_latex(self, path: str | Path | None = None, figures: Sequence[str] | None = None) -> str:
+        """All figures as a LaTeX table."""
+        return self.by().to_latex(path, figures)
+
+    def _check(self, what: str, name: str) -> None:
+        if name not in self.dimensions:
+            raise unknown_name(f"dimension of {what}", name, self.dimensions)
+
+    def __repr__(self) -> str:
+        return f"BenchResults({len(self.rows)} rows by {', '.join(self.dimensions)}, from {self.source})"
+
+    def _repr_html_(self) -> str:
+        return self.by()._repr_html_()
+
+
+def _of_file(data: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    for scenario, found in data["scenarios"].items():
+        for contender, entry in found.get("contenders", {}).items():
+            if "error" not in entry:
+                known = {"conditional_acceptance_rate": (entry.get("acceptance") or {}).get("tested"), **entry}
+                figures = {name: _interval(known.get(key)) for name, key in SCENARIO_FIGURES.items()}
+                yield {"scenario": scenario, "contender": contender, **figures}
+
+
+def _of_smoke(data: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    for suite, found in data["suites"].items():
+        for category, entry in found.get("summary", {}).items():
+            advice = entry["advice"]
+            rate = advice.get("conditional_acceptance_rate", advice.get("acceptance"))
+            for contender, speed in entry["tokens_per_second"].items():
+                drafts = contender == "speculative"
+                own = {"tokens_per_round": entry["tokens_per_round"], "conditional_acceptance_rate": rate}
+                own["acceptance_length"] = entry["acceptance_length"]
+                gain = entry["ratios"].get(f"{contender}_to_plain")
+                yield {
+                    **{"suite": suite, "category": category, "contender": contender},
+                    **{name: _interval(value if drafts else None) for name, value in own.items()},
+                    **{"tokens_per_second": _interval(speed), "speedup": _interval(gain)},
+                }
+
+
+def _interval(found: Any) -> Interval:
+    """A number, an interval or a median with its range."""
+    if isinstance(found, Mapping):
+        low, high = (found.get(a, found.get(b)) for a, b in (("low", "min"), ("high", "max")))
+        return Interval(found.get("value", found.get("median")), low, high)
+    return Interval(found)
+
+
+__all__ = ["BenchResults"]
