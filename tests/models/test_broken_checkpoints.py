@@ -197,6 +197,7 @@ BROKEN: list[tuple[str, str, Spoil, str]] = [
 ]
 
 
+@pytest.mark.fast(40)
 @pytest.mark.parametrize(("kind", "name", "spoil", "message"), BROKEN, ids=[b[1] for b in BROKEN])
 def test_a_broken_checkpoint_is_refused_by_its_file(
     sound: Path, kind: str, name: str, spoil: Spoil, message: str, tmp_path: Path

@@ -74,6 +74,7 @@ def test_fused_layers_share_one_compilation() -> None:
     assert counter.frame_count == 4
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
 def test_hidden_states_are_the_models_and_cost_no_compilation(kind: str) -> None:
     model = tiny_model(kind)
@@ -182,6 +183,7 @@ def test_compiled_decoding_writes_the_same_text() -> None:
     assert out.stats.accepted_tokens > 0
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("width", [7, 1024, 1025, 5000])
 def test_the_best_token_is_the_same_in_blocks(width: int) -> None:
     """Ties, nothing but -inf, NaN and infinities included."""

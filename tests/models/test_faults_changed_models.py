@@ -119,7 +119,7 @@ CHANGES = [
 ]  # fmt: skip
 
 
-@pytest.mark.fast(6)
+@pytest.mark.fast(4)
 @pytest.mark.parametrize("change", CHANGES)
 def test_kept_keys_and_values_of_a_target_that_has_changed_are_dropped(change: Callable[[Any], None]) -> None:
     model = tiny_model("llama")
@@ -138,6 +138,7 @@ def test_kept_keys_and_values_of_a_target_that_has_changed_are_dropped(change: C
     assert once_more.token_ids[0] == generated_by_transformers(model, [*longer, 5, 6], 12)
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("change", [in_place, through_data, layer_replaced, patched])
 def test_kept_keys_and_values_of_a_draft_that_has_changed_are_dropped(change: Callable[[Any], None]) -> None:
     """The text is the target's all the same; what shows is acceptance, as of a decoder that has kept nothing."""

@@ -30,6 +30,7 @@ def state(model: nn.Module) -> list[dict[str, Any]]:
     return [*values, *({k: str(v) for k, v in vars(m.config).items()} for m in model.modules() if hasattr(m, "config"))]
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("fuse", [False, True])
 @pytest.mark.parametrize("training", [False, True])
 def test_nothing_of_the_callers_model_changes_during_a_call(fuse: bool, training: bool) -> None:
@@ -152,6 +153,7 @@ def by_global(layer: nn.Module) -> None:
     layer.forward = forward
 
 
+@pytest.mark.fast(9)
 @pytest.mark.parametrize("patch", [*PATCHES, by_global])
 @pytest.mark.parametrize("where", ["layers.1", "layers.1.self_attn", "layers.0.mlp"])
 def test_a_patched_forward_is_followed(patch: Callable[[nn.Module], None], where: str) -> None:

@@ -63,6 +63,7 @@ CHAINS: dict[str, list[Any]] = {
 }
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_texts_across_the_switch_are_those_of_plain_forwards(kind: str) -> None:
     wanted, pair = [oracle_greedy(model(kind), prompt, 12) for prompt in PROMPTS], decoder(kind)

@@ -123,6 +123,7 @@ CHAINS: dict[str, Any] = {
 }
 
 
+@pytest.mark.fast(4)
 @pytest.mark.parametrize("name", PAIRS)
 def test_greedy_text_is_plain_text_and_ids_that_differ_are_never_drafted(name: str) -> None:
     differing = set(PAIRS[name][2])
@@ -137,6 +138,7 @@ def test_greedy_text_is_plain_text_and_ids_that_differ_are_never_drafted(name: s
     assert not drafted & differing
 
 
+@pytest.mark.fast(5)
 @pytest.mark.parametrize("acceptance", ["leviathan", "match", "coupled"])
 @pytest.mark.parametrize("chain", CHAINS)
 def test_sampled_drafts_hold_no_id_that_differs_and_q_says_so(chain: str, acceptance: str) -> None:
