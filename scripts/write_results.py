@@ -36,6 +36,7 @@ from specdec.research.exactness.run import PARTS
 from specdec.research.exactness.summary import table
 
 ROOT = Path(__file__).resolve().parents[1]
+NOT_MEASURED = "Not measured yet."
 HEADLINES = ("bench_h100", "bench_cpu")  # whose first scenario is in README.md
 Result = dict[str, Any]
 
@@ -52,7 +53,61 @@ def smoke_block(result: Result) -> str:
 def readme_block(results: list[Result]) -> str:
     benchmarks = [result for result in results if result["benchmark"] != "smoke"]
     speeds = [smoke_block(result) for result in results if result["benchmark"] == "smoke"]
-    return "\n\n".join(part for part in (*speeds, report.headline(benchmarks)) if part)
+    return "\n\n".join(part for part in (*speeds, bench_headline(benchmarks)) if part)
+
+
+def bench_headline(results: list[Result]) -> str:
+    """The README's tables: the first scenario of every benchmark."""
+    parts = []
+    for result in results:
+        first = next(iter(result["scenarios"]))
+        parts.append(f"{bench_made_with(result)}\n\n{report.speeds(result, first).markdown()}")
+    return "\n\n".join(parts)
+
+
+def bench_blocks(results: list[Result]) -> str:
+    """The whole document: every benchmark with all its tables."""
+    return "\n\n".join(_bench_block(result) for result in results) or NOT_MEASURED
+
+
+def _bench_block(result: Result) -> str:
+    parts = [f"### {result.get('file', result['name'])}", bench_made_with(result)]
+    for name in result["scenarios"]:
+        parts += [report.speeds(result, name).markdown(), report.theory(result, name).markdown()]
+    parts.append(report.passes(result).markdown())
+    parts += [table.markdown() for profile in result["profile"].items() for table in report.rounds_of(*profile)]
+    parts.append(report.targets(result).markdown())
+    return "\n\n".join(part for part in parts if part)
+
+
+def bench_made_with(result: Result) -> str:
+    """By what, where, when and with which models."""
+    models, choice = result["models"], result["config"]["models"]
+    by = f"specdec bench configs/{result['name']}.yaml"
+    others = {c["kind"]: c["version"] for c in result["contenders"].values() if c["version"]}
+    size = {role: models[role]["parameters"] / 1e9 for role in ("target", "draft")}
+    grown = f" inflated to {choice['inflate']}" if choice["inflate"] else ""
+    draft = choice["draft"] or f"its small self, coarsened by {choice['coarsen']:g}"
+    return (
+        f"{made_with(result, by, **others)} Target {choice['target']}{grown} ({size['target']:.2f} billion "
+        f"parameters, {models['dtype']}), draft {draft} ({size['draft']:.2f} billion). A copy moves "
+        f"{result['copy']['bytes_per_second'] / 1e9:.1f} GB/s, reads and writes counted. Tokens per second of whole "
+        "calls, prefill included, medians over the repeats; ratios are paired; 95 % intervals."
+        f"{_modes(result)}"
+    )
+
+
+def _modes(result: Result) -> str:
+    """How specdec's contenders ran their passes, where that differs; contenders of one mode together."""
+    groups: dict[str, list[str]] = {}
+    for name, made in result["contenders"].items():
+        if made["kind"] == "specdec":
+            own = made.get("draft_compile") or made["compile"]
+            of_draft = f", draft {own}" if own != made["compile"] else ""
+            mode = f"compile {made['compile']}{of_draft}{', fused projections' if made.get('fuse') else ''}"
+            groups.setdefault(mode, []).append(name)
+    told = [f"{', '.join(names)}: {mode}" for mode, names in groups.items()]
+    return f" Passes of {'; '.join(told)}." if len(told) > 1 else ""
 
 
 def exactness_block(results: list[Result]) -> str:
@@ -66,7 +121,7 @@ def exactness_block(results: list[Result]) -> str:
             for dtype, c in contents.items()
         ]
         parts += [head, " ".join(notes), table(same).markdown()]
-    return "\n\n".join(parts) or report.NOT_MEASURED
+    return "\n\n".join(parts) or NOT_MEASURED
 
 
 def _exactness_head(result: Result) -> str:
@@ -108,7 +163,7 @@ def what_if_block(results: list[Result]) -> str:
         head = f"{made_with(result, result['made_by'])} Tokens per round, up to {result['new_tokens']} tokens a text."
         made = markdown([*heads, "from plain texts (95 %)"], rows)
         parts.append(f"{head} {_agreement(result)}\n\n{made}")
-    return "\n\n".join(parts) or report.NOT_MEASURED
+    return "\n\n".join(parts) or NOT_MEASURED
 
 
 def _bounded(entry: Result) -> str:
@@ -254,7 +309,7 @@ class Block(NamedTuple):
     def text(self) -> str:
         paths = [ROOT / "results" / f"{name}.json" for name in self.names]
         found = [{**json.loads(p.read_text(encoding="utf-8")), "file": p.stem} for p in paths if p.is_file()]
-        return self.make(found) if found else report.NOT_MEASURED
+        return self.make(found) if found else NOT_MEASURED
 
 
 def each(make: Callable[[Result], str]) -> Callable[[list[Result]], str]:
@@ -267,7 +322,7 @@ BLOCKS = [
     Block("docs/exactness.md", [f"exactness-{part}" for part in PARTS], exactness_block),
     Block("docs/exactness.md", ["trees_cpu"], each(formula_block), "acceptance"),
     Block("docs/trees.md", ["trees_cpu"], each(tree_block), "trees"),
-    Block("docs/benchmarks.md", [f"bench_{name}" for name in ("h100", "h100_all", "cpu", "batches")], report.blocks),
+    Block("docs/benchmarks.md", [f"bench_{name}" for name in ("h100", "h100_all", "cpu", "batches")], bench_blocks),
     Block("docs/losslessness.md", ["laws"], each(laws_block)),
     Block("docs/analysis.md", ["what_if_embedded", "what_if_smollm2"], what_if_block),
     Block("docs/ablation.md", ["ablation_overhead"], each(ablation_block)),

@@ -13,7 +13,6 @@ from specdec.errors import SpecdecError
 from specdec.models.loading import load_tokenizer
 from specdec.research.bench import smoke as bench
 from specdec.research.bench.contenders import Own
-from specdec.research.bench.report import made_with
 from specdec.research.bench.speed_report import speed_block
 from tests.helpers.scripts import load_script
 
@@ -194,7 +193,7 @@ def test_the_speed_block_holds_the_figures() -> None:
     assert "| plain | 30.00 | 10.00 | no | 5 | 1.5 |" in made
 
 
-def test_the_header_says_how_contenders_ran_their_passes_where_that_differs() -> None:
+def test_the_header_says_how_contenders_ran_their_passes_where_that_differs(write_results: Any) -> None:
     own = {"kind": "specdec", "version": "s", "draft_compile": None}
     result = {
         "name": "n", "date": "d", "commit": "abc", "machine": {"gpu": "G", "processor": "p", "threads": 2},
@@ -206,6 +205,7 @@ def test_the_header_says_how_contenders_ran_their_passes_where_that_differs() ->
             "fast": {**own, "compile": "inductor", "fuse": True}, "theirs": {"kind": "transformers", "version": "h"},
         },
     }  # fmt: skip
+    made_with = write_results.bench_made_with
     assert made_with(result).endswith("Passes of plain, fast: compile inductor, fused projections; eager: compile off.")
     del result["contenders"]["eager"]
     assert "Passes of" not in made_with(result)

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from specdec import theory
 from specdec.cli import app
 from specdec.cli.benchmark import bench_config
-from specdec.research.bench import contenders, figures, passes, report, run, scenario
+from specdec.research.bench import contenders, figures, passes, run, scenario
 from specdec.research.bench.config import Scenario
 from specdec.research.bench.contenders import Output, make_contender
 from specdec.research.bench.contenders.base import Contender
@@ -25,6 +25,7 @@ from specdec.research.bench.document import without_rows
 from specdec.research.bench.pair import Item, Pair
 from specdec.research.bench.passes import PassCosts
 from specdec.research.models.choice import ModelChoice
+from tests.helpers.scripts import load_script
 
 pytestmark = pytest.mark.full  # measurements take their time
 
@@ -177,14 +178,15 @@ def test_the_document_has_no_paths_of_this_machine(result: dict[str, Any]) -> No
 
 
 def test_the_tables_hold_the_figures(result: dict[str, Any]) -> None:
-    made = report.blocks([result])
+    documents = load_script("write_results")
+    made = documents.bench_blocks([result])
     speed = result["scenarios"]["one"]["contenders"]["draft-model"]["tokens_per_second"]["value"]
     assert f"| draft-model | {speed:.1f} (" in made
     assert "| broken | failed: ValueError: no such luck |" in made
     assert "| wide pass | at most 1e-09 |" in made
     assert "not known: scenarios/one/broken/tokens_per_second" in made
-    assert "transformers" in report.headline([result])
-    assert report.blocks([]) == report.NOT_MEASURED
+    assert "transformers" in documents.bench_headline([result])
+    assert documents.bench_blocks([]) == documents.NOT_MEASURED
 
 
 # -- turns -----------------------------------------------------------------------------------------------------------

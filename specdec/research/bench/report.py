@@ -1,70 +1,14 @@
-"""What a document of `specdec bench CONFIG` says, as tables: for README.md, docs/benchmarks.md and the terminal."""
+"""What a document of `specdec bench CONFIG` says, as tables for the terminal and for documents."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from specdec.research.bench import tables
 from specdec.research.bench.tables import Table, figure, interval
 from specdec.stats import PER_TESTED
 
-NOT_MEASURED = "Not measured yet."
 LISTED = 5  # kernels of a part of a round
-
-
-def headline(results: Sequence[Mapping[str, Any]]) -> str:
-    """The README's tables: the first scenario of every benchmark."""
-    parts = []
-    for result in results:
-        first = next(iter(result["scenarios"]))
-        parts.append(f"{made_with(result)}\n\n{speeds(result, first).markdown()}")
-    return "\n\n".join(parts)
-
-
-def blocks(results: Sequence[Mapping[str, Any]]) -> str:
-    """The whole document: every benchmark with all its tables."""
-    return "\n\n".join(_block(result) for result in results) or NOT_MEASURED
-
-
-def _block(result: Mapping[str, Any]) -> str:
-    parts = [f"### {result.get('file', result['name'])}", made_with(result)]
-    for name in result["scenarios"]:
-        parts += [speeds(result, name).markdown(), theory(result, name).markdown()]
-    parts.append(passes(result).markdown())
-    parts += [table.markdown() for profile in result["profile"].items() for table in rounds_of(*profile)]
-    parts.append(targets(result).markdown())
-    return "\n\n".join(part for part in parts if part)
-
-
-def made_with(result: Mapping[str, Any]) -> str:
-    """By what, where, when and with which models."""
-    models, choice = result["models"], result["config"]["models"]
-    by = f"specdec bench configs/{result['name']}.yaml"
-    others = {c["kind"]: c["version"] for c in result["contenders"].values() if c["version"]}
-    size = {role: models[role]["parameters"] / 1e9 for role in ("target", "draft")}
-    grown = f" inflated to {choice['inflate']}" if choice["inflate"] else ""
-    draft = choice["draft"] or f"its small self, coarsened by {choice['coarsen']:g}"
-    return (
-        f"{tables.made_with(result, by, **others)} Target {choice['target']}{grown} ({size['target']:.2f} billion "
-        f"parameters, {models['dtype']}), draft {draft} ({size['draft']:.2f} billion). A copy moves "
-        f"{result['copy']['bytes_per_second'] / 1e9:.1f} GB/s, reads and writes counted. Tokens per second of whole "
-        "calls, prefill included, medians over the repeats; ratios are paired; 95 % intervals."
-        f"{_modes(result)}"
-    )
-
-
-def _modes(result: Mapping[str, Any]) -> str:
-    """How specdec's contenders ran their passes, where that differs; contenders of one mode together."""
-    groups: dict[str, list[str]] = {}
-    for name, made in result["contenders"].items():
-        if made["kind"] == "specdec":
-            own = made.get("draft_compile") or made["compile"]
-            of_draft = f", draft {own}" if own != made["compile"] else ""
-            mode = f"compile {made['compile']}{of_draft}{', fused projections' if made.get('fuse') else ''}"
-            groups.setdefault(mode, []).append(name)
-    told = [f"{', '.join(names)}: {mode}" for mode, names in groups.items()]
-    return f" Passes of {'; '.join(told)}." if len(told) > 1 else ""
 
 
 def ran(result: Mapping[str, Any], scenario: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
