@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,33 +12,36 @@ from rich.console import Console
 from typer import Argument, Exit, Option
 
 from specdec.cli import output
-from specdec.cli.benchmark import bench_config, print_bench
-from specdec.cli.exactness import exactness_config, print_exactness
 from specdec.cli.inputs import given
-from specdec.cli.options import AsJson, Group, with_groups
+from specdec.cli.options import AsJson, Group, Pair, with_groups
+from specdec.config import load_yaml
 from specdec.errors import SpecdecError
 from specdec.files.compact_json import write_json
 from specdec.files.texts import check_writable
+from specdec.research.bench import report
+from specdec.research.bench.config import BenchConfig
 from specdec.research.bench.document import without_rows
 from specdec.research.bench.run import faults, missed, run_bench
-from specdec.research.bench.smoke import SUITES, equal, run_smoke, tables
-from specdec.research.exactness.run import PARTS, run_exactness
-from specdec.research.exactness.summary import exact_holds
+from specdec.research.bench.smoke import SUITES, equal, run_smoke
+from specdec.research.bench.smoke import tables as smoke_tables
+from specdec.research.exactness import summary
+from specdec.research.exactness.equality import Report
+from specdec.research.exactness.run import PARTS, ExactnessConfig, run_exactness
+from specdec.stats import PER_TESTED
 
 FAILED = 1
 Save = Callable[[dict[str, Any]], None]
+Done = tuple[
+    dict[str, Any], Callable[[Console, dict[str, Any]], None], bool
+]  # a result, its printer, whether it passed
 Names = list[str] | None
 
 
 @dataclass(frozen=True)
-class Subject(Group):
-    """The models that a file or --exactness measures."""
+class Subject(Pair):
+    """The models that a file or --exactness measures; without a draft the target, coarsened, drafts."""
 
-    target: Annotated[str | None, Option(help="Hub id, folder, GGUF file or demo-target.")] = None
-    draft: Annotated[str | None, Option(help="The draft; default: the target, coarsened.")] = None
     inflate: Annotated[str | None, Option(help="Grow the target: 1b, 3b, 6b, hidden_size=...:...")] = None
-    device: Annotated[str | None, Option(help="cpu or cuda[:n].")] = None
-    dtype: Annotated[str | None, Option(help="float32, bfloat16 or float16.")] = None
 
 
 @dataclass(frozen=True)
@@ -106,46 +109,45 @@ def bench(
     save = partial(_save, out, raw, saved)
     with output.on_interrupt(lambda: _kept(saved, out or raw)):
         if file is not None:
-            done = _file(file, subject, of_file, save)
+            result, show, passed = _file(file, subject, of_file, save)
         elif smoke:
-            done = _smoke(bool(of_smoke.quick), of_smoke.suite or tuple(SUITES), save)
+            result, show, passed = _smoke(of_smoke, save)
         else:
-            done = _exactness(subject, of_exactness, save)
-    _report(done, save, as_json)
-
-
-@dataclass(frozen=True)
-class Done:
-    """A result, how to print it, and whether it passed."""
-
-    result: dict[str, Any]
-    show: Callable[[Console, dict[str, Any]], None]
-    passed: bool
-
-
-def _report(done: Done, save: Save, as_json: bool) -> None:
-    save(done.result)
+            result, show, passed = _exactness(subject, of_exactness, save)
+    save(result)
     if as_json:
-        output.print_json(done.result)
+        output.print_json(result)
     else:
-        done.show(output.stdout(), done.result)
-    if not done.passed:
+        show(output.stdout(), result)
+    if not passed:
         raise Exit(FAILED)
 
 
-def _smoke(quick: bool, suites: Sequence[str], save: Save) -> Done:
+def _smoke(options: OfSmoke, save: Save) -> Done:
     with output.progress("benchmark") as advance:
-        result = run_smoke(quick, suites, advance, save)
-    return Done(result, _print, equal(result))
+        result = run_smoke(bool(options.quick), options.suite or tuple(SUITES), advance, save)
+    return result, _print_smoke, equal(result)
 
 
 def _exactness(subject: Subject, options: OfExactness, save: Save) -> Done:
+    base = ExactnessConfig() if options.config is None else load_yaml(options.config, ExactnessConfig)
     own = {name: getattr(options, name) for name in ("prompts", "max_new_tokens", "shared_device")}
-    models = {name: getattr(subject, name) for name in ("inflate", "device", "dtype")}
-    settings = exactness_config(options.config, subject.target, subject.draft, given(**models, **own))
+    settings = base.changed(**subject.given(), **given(**own))
     with output.progress("exactness") as advance:
         result = run_exactness(settings, options.part or PARTS, options.time_limit, advance, save)
-    return Done(result, print_exactness, exact_holds(result))
+    return result, _print_exactness, summary.exact_holds(result)
+
+
+def bench_config(
+    file: Path, models: Mapping[str, Any], contenders: Sequence[str] = (), minutes: float | None = None
+) -> BenchConfig:
+    """The file's config with what was given on the command line; contenders: only these, beside the reference."""
+    config = load_yaml(file, BenchConfig)
+    config.check_targets()
+    config = replace(config, models=config.models.changed(**models))
+    if minutes is not None:
+        config = replace(config, minutes=minutes)
+    return config.only(contenders) if contenders else config
 
 
 def _file(file: Path, subject: Subject, options: OfFile, save: Save) -> Done:
@@ -155,7 +157,7 @@ def _file(file: Path, subject: Subject, options: OfFile, save: Save) -> Done:
     wrong = faults(result)
     for line in wrong:
         output.warn(f"not plain decoding's ids: {line}")
-    return Done(result, print_bench, not wrong and not (options.strict and missed(result)))
+    return result, _print_bench, not wrong and not (options.strict and missed(result))
 
 
 def _save(out: Path | None, raw: Path | None, saved: list[Path], result: dict[str, Any]) -> None:
@@ -171,8 +173,58 @@ def _kept(saved: Sequence[Path], asked: Path | None) -> str:
     return "nothing was measured yet" if asked else "results are kept only with --out FILE"
 
 
-def _print(console: Console, result: dict[str, Any]) -> None:
-    for table in tables(result):
+def _print_bench(console: Console, result: Mapping[str, Any]) -> None:
+    """Tables: scenarios, passes, profiles, targets; then what did not run."""
+    copy = result["copy"]["bytes_per_second"]
+    console.print(f"{result['device']}: a copy moves {copy / 1e9:.1f} GB/s, reads and writes counted")
+    shown = []
+    for name in result["scenarios"]:
+        names = {contender for contender, _ in report.ran(result, name)}
+        speeds = report.speeds(result, name)
+        shown.append(speeds._replace(rows=[row for row in speeds.rows if row[0] in names]))
+        theory = report.theory(result, name).without("plain pass ms", "verify ms", "draft ms", PER_TESTED)
+        shown += [report.phases(result, name), theory]
+    shown.append(report.passes(result))
+    shown += [table for profile in result["profile"].items() for table in report.rounds_of(*profile)]
+    for table in shown:
+        if table.rows:
+            console.print(output.rendered(table))
+    if result.get("targets"):
+        colours = {True: "", False: "bold red", None: "yellow"}
+        styles = [colours[target["met"]] for target in result["targets"].values()]
+        console.print(output.rendered(report.targets(result), styles))
+    for where, entries in _places(result):
+        for name, entry in entries.items():
+            reason = entry.get("skipped") or entry.get("error")
+            if reason:
+                console.print(f"{where}: {name}: {reason}", style="yellow", soft_wrap=True, markup=False)
+
+
+def _places(result: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    scenarios = [(name, s["contenders"]) for name, s in result["scenarios"].items()]
+    return [*scenarios, ("passes", result["passes"]), ("profile", result["profile"])]
+
+
+def _print_exactness(console: Console, result: dict[str, Any]) -> None:
+    """Reports of rows that differ, then one table."""
+    for group in result["groups"]:
+        for name, run in group.get("runs", {}).items():
+            for entry in run.get("reports", ()):
+                title = f"{group['part']}, exact={group['exact']}, {name}, row {entry['row']}"
+                console.rule(title, style="dim", align="left")
+                console.print(Report.from_dict(entry).renderable(), soft_wrap=True)
+    for dtype, found in result["content"].items():
+        console.print(
+            f"{dtype}: other content changed a token's logits in {found['differing']} of {found['compared']} passes "
+            f"of one shape (largest difference {found['largest']:.3g})"
+        )
+    runs = list(summary.rows(result))
+    failed = [row.exact and row.skipped is None and row.identical != row.prompts for row in runs]
+    console.print(output.rendered(summary.table([result]), ["bold red" if it else "" for it in failed]))
+
+
+def _print_smoke(console: Console, result: dict[str, Any]) -> None:
+    for table in smoke_tables(result):
         if table.rows:
             console.print(output.rendered(table, whole_names=False))
     for name, suite in result["suites"].items():

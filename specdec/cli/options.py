@@ -37,13 +37,19 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Models(Group):
-    """Which models, where and how they are loaded: fields of PairConfig."""
+class Pair(Group):
+    """Two models, and where they run."""
 
     target: Annotated[str | None, Option(help="Hub id, folder, GGUF file, or demo-target.")] = None
     draft: Annotated[str | None, Option(help="The same for the draft, or demo-draft.")] = None
     device: Annotated[str | None, Option(help="cpu or cuda[:n].")] = None
     dtype: Annotated[str | None, Option(help="float32, bfloat16 or float16.")] = None
+
+
+@dataclass(frozen=True)
+class Models(Pair):
+    """Which models, where and how they are loaded: fields of PairConfig."""
+
     draft_device: Annotated[str | None, Option(help="The draft's device.")] = None
     draft_dtype: Annotated[str | None, Option(help="The draft's dtype.")] = None
     revision: Annotated[str | None, Option(help="The target's revision on the hub.")] = None

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from specdec import theory
 from specdec.cli import app
-from specdec.cli.benchmark import bench_config
+from specdec.cli.bench import bench_config
 from specdec.research.bench import contenders, figures, passes, run, scenario
 from specdec.research.bench.config import Scenario
 from specdec.research.bench.contenders import Output, make_contender

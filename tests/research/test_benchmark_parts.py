@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from specdec.cli import app
-from specdec.cli.benchmark import bench_config
+from specdec.cli.bench import bench_config
 from specdec.config import from_dict, load_yaml
 from specdec.decoding.provenance import hash_ids, hash_template
 from specdec.errors import SpecdecError

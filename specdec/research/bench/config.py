@@ -6,8 +6,8 @@ their kind (contenders/).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 from specdec.config import as_list, check_number, check_whole, from_dict
@@ -212,6 +212,22 @@ class BenchConfig:
         """Names of a scenario's contenders, the reference first: the others are compared with it."""
         names = list(scenario.contenders or self.contenders)
         return sorted(names, key=lambda name: name != self.reference)
+
+    def only(self, names: Iterable[str]) -> BenchConfig:
+        """Without the other contenders but the reference; what is of nobody then goes. Raises SpecdecError."""
+        chosen = {*names, self.reference}
+        unknown = sorted(chosen - set(self.contenders))
+        if unknown:
+            raise SpecdecError(f"no contender {unknown[0]!r}; there are {', '.join(self.contenders)}")
+
+        def kept(part: Any) -> Any:
+            mine = tuple(n for n in part.contenders or self.contenders if n in chosen)
+            return replace(part, contenders=mine) if mine else None
+
+        scenarios = {name: made for name, scenario in self.scenarios.items() if (made := kept(scenario))}
+        parts: dict[str, Any] = {name: kept(part) for name, part in self.parts().items()}
+        contenders = {n: c for n, c in self.contenders.items() if n in chosen}
+        return replace(self, contenders=contenders, scenarios=scenarios, **parts)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data without this machine's paths."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -46,6 +46,14 @@ class ModelChoice:
     def names(self) -> dict[str, str | None]:
         """Target and draft without this machine's paths."""
         return {role: name and Path(name).name for role, name in (("target", self.target), ("draft", self.draft))}
+
+    def changed(self, **options: Any) -> Self:
+        """With options from a command line. Another target without a draft is drafted for by its coarsened self."""
+        if "target" in options:
+            options = {"draft": None, **options}
+        if options.get("draft") is not None:
+            options = {"coarsen": None, **options}
+        return replace(self, **options)
 
     def place(self) -> tuple[torch.device, str]:
         """Device and dtype, with the defaults filled in. Raises SpecdecError for a device that is not there."""
