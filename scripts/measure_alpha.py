@@ -1,6 +1,6 @@
 """Leviathan's acceptance and his formula for tokens per round, against real runs with drafts of different quality.
 
-    python scripts/measure_alpha.py --out results/validation_alpha.json
+    python scripts/measure_alpha.py --out results/alpha.json
     python scripts/write_results.py    # the table of docs/validation.md
 
 Drafts are the embedded draft and coarsened copies of the embedded target. p and q are computed along the texts of a

@@ -1,6 +1,6 @@
 """Block verification against token-wise acceptance: the paper's example, and the gain by draft length and temperature.
 
-    python scripts/measure_block_verification.py --out results/validation_blocks.json
+    python scripts/measure_block_verification.py --out results/block_verification.json
     python scripts/write_results.py    # the tables of docs/validation.md
 
 `example`: Sun et al. 2025, section 2, enumerated with the engine's own acceptance probabilities.

@@ -67,7 +67,7 @@ def summary(rows: list[dict[str, Any]], strategies: list[str]) -> dict[str, Any]
         published = PUBLISHED.get(strategy.removesuffix(", all texts"))
         if published and len(figures) == len(GROUPS):
             values = [f["value"] or 0.0 for f in figures.values()]
-            made[strategy]["rank_correlation"] = rank_correlation(values, published)
+            made[strategy] |= {"published": published, "rank_correlation": rank_correlation(values, published)}
     return made
 
 

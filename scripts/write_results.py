@@ -12,6 +12,9 @@
     python scripts/measure_graphs.py --out results/graphs_h100.json        # docs/speed.md, on a GPU
     python scripts/measure_trees.py --out results/trees_cpu.json           # docs/trees.md and docs/exactness.md
     python scripts/sweep_models.py --out results/models.json               # docs/models.md
+    python scripts/measure_block_verification.py --out results/block_verification.json     # docs/validation.md
+    python scripts/measure_alpha.py --out results/alpha.json               # docs/validation.md
+    python scripts/measure_spec_bench.py ... --out results/spec_bench_WHAT.json            # docs/validation.md
     python scripts/write_results.py
 
 A test fails when a block is not the one that its files give.
@@ -293,6 +296,61 @@ def _general(row: Result) -> str:
     return re.sub(r" \([^()]*(\([^()]*\)[^()]*)*\)$", "", reason)
 
 
+def block_verification_block(result: Result) -> str:
+    """Gain of block verification by draft length and temperature, per fresh round and in whole calls."""
+    temperatures, parts = [*dict.fromkeys(e["temperature"] for e in result["rounds"])], []
+    for entries in (result["rounds"], result["runs"]):
+        rows = [[str(k)] for k in dict.fromkeys(e["n_max"] for e in entries)]
+        for entry in entries:
+            row = next(r for r in rows if r[0] == str(entry["n_max"]))
+            row += [f"{entry['token']:.3f}", interval(entry["gain"], 3)]
+        heads = [head for t in temperatures for head in (f"T = {t:g}: token-wise", "gain of `block`")]
+        parts.append(markdown(["n_max", *heads], rows))
+    example, prompts = result["example"], f"{result['contexts']} prompts"
+    said = f"The paper's example: {example['block']} accepted tokens, token by token {example['token']}."
+    fresh = f"Tokens per round of fresh rounds, {result['drafts']} drafts after each of {prompts}:"
+    whole = f"Tokens per round of whole calls, {prompts} of {result['new_tokens']} new tokens:"
+    head = made_with(result, "scripts/measure_block_verification.py")
+    return "\n\n".join([f"{head} {said}", fresh, parts[0], whole, parts[1]])
+
+
+def alpha_block(result: Result) -> str:
+    """Leviathan's alpha and formula against runs."""
+    heads = (
+        "draft", "T", "tested", "accepted / tested", "1 - E[TV], tested", "difference", "1 - E[TV], everywhere",
+        "tokens per round", "formula", "residual",
+    )  # fmt: skip
+    shown = ("measured", "tested", "difference", "everywhere", "tokens_per_round")
+    rows = [
+        [
+            *(e["draft"], f"{e['temperature']:g}", f"{e['tested_tokens']:,}"),
+            *(interval(e[n], 3) for n in shown),
+            *(f"{e['formula']:.3f}", f"{e['residual']:+.3f}"),
+        ]
+        for e in result["rows"]
+    ]
+    head = made_with(result, "scripts/measure_alpha.py")
+    sizes = f"{result['prompts']} prompts of {result['new_tokens']} new tokens, n_max = {result['n_max']}."
+    return f"{head} {sizes}\n\n{markdown(heads, rows)}"
+
+
+def spec_bench_block(result: Result) -> str:
+    """Tokens per round by group, the published speed-ups, and the correlation of their order."""
+    groups = [*next(iter(result["strategies"].values()))["groups"]]
+    rows = []
+    for name, entry in result["strategies"].items():
+        ranked = "-" if "rank_correlation" not in entry else f"{entry['rank_correlation']:.2f}"
+        rows.append([name, *(interval(entry["groups"].get(g)) for g in groups), ranked])
+        if "published" in entry and "," not in name:
+            rows.append(["- published speed-up", *(f"{value:.2f}" for value in entry["published"]), ""])
+    head = made_with(result, "scripts/measure_spec_bench.py")
+    return (
+        f"{head} Target {result['target']}, draft {result['draft']}; greedy, {result['new_tokens']} new tokens, "
+        f"{result['prompts']} prompts; the texts of {result['same_texts']} were plain decoding's under every strategy."
+        f"\n\n{markdown(['strategy', *groups, 'rank correlation'], rows)}"
+    )
+
+
 class Block(NamedTuple):
     """The text between the marks `<!-- MARK:start -->` and `<!-- MARK:end -->` of a document.
 
@@ -330,6 +388,9 @@ BLOCKS = [
     Block("docs/automatic_length.md", ["auto_length_simulated", "auto_length_cpu"], each(length_block)),
     Block("docs/speed.md", ["graphs_h100"], each(speed_block)),
     Block("docs/models.md", ["models"], each(models_block)),
+    Block("docs/validation.md", ["block_verification"], each(block_verification_block), "block"),
+    Block("docs/validation.md", ["spec_bench_smollm2", "spec_bench_embedded"], each(spec_bench_block), "spec-bench"),
+    Block("docs/validation.md", ["alpha"], each(alpha_block), "alpha"),
     # The second cost is of a machine several times slower.
     Block(
         "docs/ngram.md",
