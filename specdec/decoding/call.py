@@ -264,6 +264,7 @@ class Call:
             "fused": {role: len(r.fusion) for role, r in decoder._runners().items() if r.fusion is not None},
             "compile": {role: r.compile_report(self.recorded_before[role]) for role, r in decoder._runners().items()},
             "batch": self.batch,
+            "resumed": self.engine.verifier.resumed_report(),
             "lossy": self.rule.lossy,
         }
 

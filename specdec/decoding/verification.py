@@ -150,10 +150,12 @@ class VerifyInputs(Buffers):
 
     table [B, DRAFT + S], with trees [B, DRAFT + 2 S]: STARTS ... LIMITS, the drafted ids, the trees' parents
     q [B, S, V]: column s is the distribution that drafted token s was sampled from; None: no draft has q
+    states [B, S, H]: what the layers that the pass leaves out made of the fed tokens; None: it runs all layers
     """
 
     table: Tensor
     q: Tensor | None = None
+    states: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -205,7 +207,7 @@ class PassPlan:
 
 @dataclass
 class Verifier:
-    """The verify passes of one call; `passes` counts them.
+    """The verify passes of one call; `passes` counts them, and `resumed` those without so many first layers.
 
     record: also read p and q at drafted tokens
     top: with `record`, read details with the `top` most likely tokens per position; 0 = off
@@ -226,12 +228,14 @@ class Verifier:
     logprobs: bool = False
     observed: tuple[int, ...] | None = None
     passes: int = 0
+    resumed: dict[int, int] = field(default_factory=dict)
 
     def launch(self, active: Sequence[tuple[int, Row]]) -> PendingResult:
         """Verify what the active rows have pending, without waiting for the result."""
         plan = self.plan(active)
-        inputs = VerifyInputs(self._table(plan), self._q(plan))
-        verified = self._run(plan, self._key(plan), inputs)
+        runner, states = self._resumed(plan)
+        inputs = VerifyInputs(self._table(plan), self._q(plan), states)
+        verified = self._run(runner, plan, self._key(runner, plan), inputs)
         self.passes += 1
         pending = PendingResult(
             verified.packed, Arriving.of(verified.packed), self.reader, self.shapes.verify_width
@@ -263,9 +267,34 @@ class Verifier:
         """Round up a size of the pass's trees where passes are recorded, so that few are."""
         return size if self.cache.graphs is None else self.shapes.width(size)
 
-    def _key(self, plan: PassPlan) -> VerifyKey:
+    def _resumed(self, plan: PassPlan) -> tuple[Runner, Tensor | None]:
+        """Return the target, or, where all drafts know the states after its first layers, the target without these and
+        the states [B, S, H]. In exact mode all layers must see passes of one shape; observers want to see all layers,
+        and compiled passes are faster than what is saved."""
+        drafts, runner = plan.drafts, self.runner
+        layers = {0 if d.states is None else d.layers for d in drafts.values()}
+        barred = self.shapes.exact or self.observed is not None or runner.compiled is not None
+        if barred or len(layers) != 1 or layers == {0}:
+            return runner, None
+        known = {b: d.states[: plan.width] for b, d in drafts.items() if d.states is not None}
+        some = next(iter(known.values()))
+        states = torch.zeros((self.batch, plan.width, some.shape[-1]), dtype=some.dtype, device=some.device)
+        put_rows(states, known)
+        (first,) = layers
+        self.resumed[first] = self.resumed.get(first, 0) + 1
+        return runner.without_layers(tuple(range(first))), states
+
+    def resumed_report(self) -> dict[str, int]:
+        """Report passes that went on from a draft's layers, and the bytes of weights that they did not read."""
+        saved = {n: self.runner.layer_bytes(range(n)) for n in self.resumed}
+        return {
+            "passes": sum(self.resumed.values()),
+            "bytes_not_read": sum(passes * saved[n] for n, passes in self.resumed.items()),
+        }
+
+    def _key(self, runner: Runner, plan: PassPlan) -> VerifyKey:
         region = plan.width if plan.has_trees else 0
-        given = self.runner.key(self.cache, self.shapes, plan.width, plan.reach, region)
+        given = runner.key(self.cache, self.shapes, plan.width, plan.reach, region)
         drafted = sum(len(draft) > 0 for draft in plan.drafts.values())
         return VerifyKey(
             given=given._replace(observed=self.observed),
@@ -279,8 +308,8 @@ class Verifier:
             recorded=(self.record, self.top, self.logprobs),
         )
 
-    def _run(self, plan: PassPlan, key: VerifyKey, inputs: VerifyInputs) -> Verified:
-        runner, cache, sampling = self.runner, self.cache, self.sampling
+    def _run(self, runner: Runner, plan: PassPlan, key: VerifyKey, inputs: VerifyInputs) -> Verified:
+        cache, sampling = self.cache, self.sampling
 
         def function(inputs: VerifyInputs) -> Verified:
             return verify(runner, cache, sampling, key, inputs)
@@ -389,7 +418,7 @@ def verify(
     """
     fed, draft, outside = runner.part(_fed)(inputs.table, key.vocab_size, key.given.width)
     tree, where = _trees(key, inputs.table)
-    out = runner.forward(cache, key.given, PassInputs(fed, inputs.table[:, :LAST].T, where))
+    out = runner.forward(cache, key.given, PassInputs(fed, inputs.table[:, :LAST].T, where, inputs.states))
     if texts is not None:
         texts.fed = fed
     # Compiled only where it computes nothing with the scores but to compare them: sums would round differently.

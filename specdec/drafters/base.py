@@ -122,6 +122,8 @@ class Draft:
     drafter: the strategy's name
     length: a 0-d int64 tensor if only the device knows how many of `tokens` a chain proposes
     levels, siblings: bounds of levels and of children per node, if the parents are on the device
+    states [k + 1, H], layers: what the target's first `layers` layers made of the newest token and of each of `tokens`,
+        whose keys and values of these layers are in its cache: the verify pass may go on from there; None: unknown
     """
 
     tokens: Sequence[int] | Tensor = ()
@@ -131,6 +133,8 @@ class Draft:
     length: Tensor | None = None
     levels: int = 0
     siblings: int = 0
+    states: Tensor | None = None
+    layers: int = 0
 
     def __len__(self) -> int:
         # A tensor's own len() is slow enough to show in rounds of many rows.

@@ -23,6 +23,7 @@ class PassKey(NamedTuple):
     observed: layers whose hidden states are returned; None: nobody observes the pass
     region: slots of a tree; 0 = no tree
     skip: layers that are left out
+    adapter: identity of the runner's adapter; 0 = none
     """
 
     batch: int
@@ -33,6 +34,7 @@ class PassKey(NamedTuple):
     observed: tuple[int, ...] | None = None
     region: int = 0
     skip: tuple[int, ...] = ()
+    adapter: int = 0
 
     @property
     def is_prefill(self) -> bool:
@@ -47,11 +49,14 @@ class PassInputs(Buffers):
     tokens [B, S]: ids
     layout [2, B]: first slot of each row, and how many of its tokens are real
     tree: where the tokens are in trees; None: all rows hold chains
+    states [B, S, H]: what the tokens have after the layers that the runner leaves out, its model's first; None: the
+        runner leaves out others, or none
     """
 
     tokens: Tensor
     layout: Tensor
     tree: TreePass | None = None
+    states: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import inspect
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
@@ -34,7 +34,7 @@ from specdec.models.compile_layers import CompiledFunction, Compiler, Forward, c
 from specdec.models.fuse_projections import Fusion
 from specdec.models.kinds import layer_configs
 from specdec.models.kv_cache import CachePool, RaggedCache, rounded_up
-from specdec.models.layer_subset import leave_out
+from specdec.models.layer_subset import PassThrough, layers_of, leave_out
 from specdec.models.passes import ALL_LAYERS, PassInputs, PassKey, PassResult
 from specdec.models.quantised import rows_of, weight_of
 from specdec.models.rope import RowRope, switch_position
@@ -146,6 +146,7 @@ class Runner:
     recorder: None = CUDA graphs, if the mode asks for any
     fuse: compute projections of one input as one product (models/fuse_projections.py)
     skip: layers that are left out (models/layer_subset.py)
+    adapter: a function of what the last of these hands on
     """
 
     model: Any
@@ -154,11 +155,13 @@ class Runner:
     recorder: Recorder | None = None
     fuse: bool = False
     skip: tuple[int, ...] = ()
+    adapter: Any = None
     pool: CachePool = field(init=False)
 
     def __post_init__(self) -> None:
         self.own_attention = self.attn_implementation is None
-        self.subsets: dict[tuple[int, ...], Runner] = {}
+        self.subsets: dict[Any, Runner] = {}
+        self.gaps: list[PassThrough] = []  # in the places of `skip`
         prepare = self._leave_out if self.skip else None
         self.view = ModelView(self.model, check_attention(self.attn_implementation), prepare)
         self.tree_fault: str | None = None  # why trees are refused, once the self-test has tried one
@@ -192,21 +195,27 @@ class Runner:
         """Layers of the model, those that are left out included."""
         return self.facts[-1]
 
-    def without_layers(self, skip: tuple[int, ...]) -> Runner:
+    def without_layers(self, skip: tuple[int, ...], adapter: Any = None) -> Runner:
         """Return a runner of the same model without some layers, for passes over this one's caches.
 
         It is made once; its passes are recorded if this one's are, and never compiled.
         """
-        made = self.subsets.get(skip)
+        made = self.subsets.get((skip, adapter))
         if made is None:
             attention = None if self.own_attention else self.attn_implementation
             mode = "off" if self.graphs is None else "graph"
-            made = self.subsets[skip] = Runner(self.model, attention, mode, self.recorder, skip=skip)
+            made = Runner(self.model, attention, mode, self.recorder, skip=skip, adapter=adapter)
+            self.subsets[skip, adapter] = made
         made.refresh()
         return made
 
     def _leave_out(self, model: Any) -> None:
-        leave_out(model, self.measure()[-1], self.skip)
+        self.gaps = leave_out(model, self.measure()[-1], self.skip, self.adapter)
+
+    def layer_bytes(self, layers: Iterable[int]) -> int:
+        """Return the bytes of the weights of some decoder layers."""
+        found = layers_of(self.model, self.layer_count)
+        return sum(p.nbytes for i in layers for p in found[i].parameters())
 
     def exclude(self, ids: Sequence[int]) -> None:
         """As a draft, never propose these ids: they mean another text to the target.
@@ -266,7 +275,8 @@ class Runner:
 
     def key(self, cache: RaggedCache, shapes: Shapes, width: int, reach: int, region: int = 0) -> PassKey:
         """Make the key of a pass over all rows that reads no slot from `reach` on; region: slots of a row's tree."""
-        return PassKey(cache.batch, 0, width, shapes.kv_len(reach, cache.capacity), region=region, skip=self.skip)
+        kv_len, adapter = shapes.kv_len(reach, cache.capacity), 0 if self.adapter is None else id(self.adapter)
+        return PassKey(cache.batch, 0, width, kv_len, region=region, skip=self.skip, adapter=adapter)
 
     def forward(self, cache: RaggedCache, key: PassKey, inputs: PassInputs) -> PassResult:
         """Run a pass, replayed if possible."""
@@ -303,6 +313,8 @@ class Runner:
         attention = None
         if self.own_attention:
             attention = fastest(self.device.type, key.batch * key.width * self.masks.groups, key.kv_len)
+        if self.gaps:
+            vars(self.gaps[-1])["given"] = inputs.states
         fused = nullcontext() if self.fusion is None or self.view.private else self.fusion.on()
         rotated = self.rope.on(cache.long_rows(rows, self.device)) if self.rope is not None else nullcontext()
         biased = self.alibi.on(cast(Tensor, masks)) if self.alibi is not None else nullcontext()

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from specdec import DraftModel, EarlyExit, PromptLookup, SpecdecError, SpeculativeDecoder
+from specdec.drafters.self_speculation import strategy
 from specdec.models.layer_subset import PassThrough
 from specdec.models.runner import Runner
 from tests.helpers.laws import cell, fit, samples, small_model, three_token_law
@@ -98,10 +99,11 @@ def test_no_cache_is_made_for_the_draft_and_the_model_is_left_alone() -> None:
     before = list(model.model.layers)
     decoder = SpeculativeDecoder(model, check=False)
     decoder.generate(PROMPTS, 8, strategies=[EarlyExit()])
-    (subset,) = decoder.target.subsets.values()
-    assert subset.pool.idle is None
+    assert {runner.skip for runner in decoder.target.subsets.values()} == {(1, 2), (0,)}  # that drafts, that verifies
+    assert all(runner.pool.idle is None for runner in decoder.target.subsets.values())
     assert decoder.target.pool.idle is not None
     assert all(a is b for a, b in zip(model.model.layers, before, strict=True))
+    subset = next(iter(decoder.target.subsets.values()))
     assert all(a is b for a, b in zip(model.parameters(), subset.view.original.parameters(), strict=True))
 
 
@@ -113,6 +115,60 @@ def test_a_layer_that_the_user_replaces_is_followed() -> None:
     model.model.layers[0] = other.model.layers[0]
     drafts = drafts_of(decoder, EarlyExit(layers=1, n_max=3))
     assert drafts == drafts_of(SpeculativeDecoder(model, check=False), EarlyExit(layers=1, n_max=3))
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_verify_pass_goes_on_from_the_layers_that_drafted(recorded: bool) -> None:
+    decoder = SpeculativeDecoder(tiny_model("llama"), check=False)
+    if recorded:
+        decoder.target = Runner(decoder.target.model, recorder=Rerun())
+    whole, resumed = (
+        decoder.generate(PROMPTS, 16, strategies=[EarlyExit(layers=2, resume=resume)], batch_size=2, temperature=0.8)
+        for resume in (False, True)
+    )
+    assert resumed.token_ids == whole.token_ids
+    assert whole.provenance["resumed"] == {"passes": 0, "bytes_not_read": 0}
+    found = resumed.provenance["resumed"]
+    layers = decoder.target.model.model.layers[:2]
+    assert 0 < found["passes"] < resumed.stats.verify_passes  # a row's last token may have no draft
+    assert found["bytes_not_read"] == found["passes"] * sum(p.nbytes for p in layers.parameters())
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_what_it_verifies_with_is_what_all_layers_would_give(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = SpeculativeDecoder(tiny_model(kind), check=False)
+
+    def scores(resume: bool) -> list[float]:
+        drafter = EarlyExit(layers=2, resume=resume, n_max=3)
+        rounds = list(decoder.rounds(PROMPTS[3], max_new_tokens=12, strategies=[drafter], temperature=1.0))
+        return [p for r in rounds for p in r.p]
+
+    expected = torch.tensor(scores(False))
+    torch.testing.assert_close(torch.tensor(scores(True)), expected, atol=1e-5, rtol=1e-5)
+    # The control: states of the token before in every place.
+    monkeypatch.setattr(strategy.SharedCore, "states", property(lambda self: vars(self)["kept"], late), raising=False)
+    wrong = torch.tensor(scores(True))
+    assert wrong.shape != expected.shape or not torch.allclose(wrong, expected, atol=1e-3)
+
+
+class _Late(list[torch.Tensor]):
+    """Keeps the states of the pass before."""
+
+    def append(self, states: torch.Tensor) -> None:
+        super().append(self[-1] if self else states)
+
+
+def late(core: strategy.SharedCore, given: list[torch.Tensor]) -> None:
+    vars(core)["kept"] = _Late(given)
+
+
+def test_other_drafts_and_exact_mode_are_verified_by_all_layers() -> None:
+    decoder = SpeculativeDecoder(tiny_model("llama"), check=False)
+    drafter = EarlyExit(layers=2)
+    for options in ({"strategies": [drafter], "exact": True}, {"strategies": [PromptLookup(ngram_max=1)]}):
+        out = decoder.generate(PROMPTS, 12, **options)
+        assert out.provenance["resumed"]["passes"] == 0
+        assert out.token_ids == decoder.generate(PROMPTS, 12, strategies=[]).token_ids
 
 
 @pytest.mark.parametrize(

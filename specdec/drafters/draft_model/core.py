@@ -57,6 +57,7 @@ class StepsKey(NamedTuple):
     scores: signature of the pipeline to scores
     p_min, n_min, top_n: as in `DraftModel`
     vocab_size: the target's
+    feeds_last: the last drafted token is fed as well
     """
 
     first: PassKey
@@ -68,6 +69,7 @@ class StepsKey(NamedTuple):
     n_min: int
     top_n: int | None
     vocab_size: int
+    feeds_last: bool = False
 
     @property
     def is_prefill(self) -> bool:
@@ -98,11 +100,13 @@ class Proposal(Buffers):
     tokens [B, k]: drafted ids
     lengths [B]: tokens of each draft; None: all have k
     q [B, k, V]: the distributions that the tokens were sampled from; None: they are argmaxes
+    states [B, k + 1, H]: as in `Draft`
     """
 
     tokens: Tensor
     lengths: Tensor | None
     q: Tensor | None
+    states: Tensor | None = None
 
     def draft(self, row: int, limit: int, name: str) -> Draft:
         """Return the draft of one row, at most `limit` tokens."""
@@ -146,6 +150,8 @@ class DraftCore:
     spare: slots for nodes of trees
     cache: in place of its own
     """
+
+    feeds_last = False  # whether the last drafted token of a round is fed as well
 
     def __init__(
         self, runner: Runner, batch: int, capacity: int, kept: KeptRows | None = None, spare: int = 0,
@@ -292,8 +298,8 @@ class DraftCore:
         for r in requests:
             host[r.row, KEYS], host[r.row, POSITIONS] = stream_of(r), len(r.tokens) + 1
         inputs = StepInputs(array_on(host, self.runner.device))
-        reach = max(s + c for s, c in zip(starts, counts, strict=True)) + k - 1
-        key = self.key_of(sampling, tokens.shape[1], reach, k, stops, vocab_size)
+        reach = max(s + c for s, c in zip(starts, counts, strict=True)) + k - 1 + self.feeds_last
+        key = self.key_of(sampling, tokens.shape[1], reach, k, stops, vocab_size)._replace(feeds_last=self.feeds_last)
         texts = Texts(self.batch, requests, self.runner.device)
         if texts or not recordable(sampling):
             proposal = self.steps(key, sampling, inputs, texts, requests)
@@ -325,8 +331,8 @@ class DraftCore:
         """
         numbers, runner = inputs.numbers, self.runner
         length, rows = numbers[STARTS] + numbers[COUNTS], torch.arange(self.batch, device=runner.device)
-        out = runner.forward(self.cache, key.first, PassInputs(inputs.tokens, numbers[:KEYS]))
-        logits = out.logits[rows, (numbers[COUNTS] - 1).clamp(min=0)]  # [B, V_draft]
+        first = self.forward(key.first, PassInputs(inputs.tokens, numbers[:KEYS]))
+        logits = first[rows, (numbers[COUNTS] - 1).clamp(min=0)]  # [B, V_draft]
         tokens: list[Tensor] = []
         q: list[Tensor] = []
         keeps: list[Tensor] = []
@@ -369,7 +375,11 @@ class DraftCore:
         end = min(self.cache.capacity, self.runner.context)
         fed = self.runner.part(_following)(token, slots, counts, end, self.shapes.width(1))
         following = key.first._replace(width=fed[0].shape[1])
-        return self.runner.forward(self.cache, following, PassInputs(*fed)).logits[:, 0]
+        return self.forward(following, PassInputs(*fed))[:, 0]
+
+    def forward(self, key: PassKey, inputs: PassInputs) -> Tensor:
+        """Run a pass of a recorded function; returns its logits."""
+        return self.runner.forward(self.cache, key, inputs).logits
 
     def _all_stopped(self, keep: Tensor, requests: Sequence[DraftRequest]) -> bool:
         """True if every row has stopped. Only looked at on a CPU where nothing is recorded: elsewhere False."""

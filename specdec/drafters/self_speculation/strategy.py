@@ -4,21 +4,30 @@ Source: LayerSkip (Elhoushi et al. 2024) for the first layers of a model, Draft 
 of layers. The final norm and the head are the target's.
 
 The draft has no cache of its own. The layers that run read what the whole model has written for the text so far, and
-write the drafted tokens' keys and values where the verify pass, which runs all layers, writes them again. So a draft
-costs no memory and no catching up with the text: only its share of the weights, one pass per token.
+write the drafted tokens' keys and values where the verify pass does. So a draft costs no memory and no catching up with
+the text: only its share of the weights, one pass per token.
+
+Drafting runs the layers before the first one that is left out just as verifying would. With `resume` the last drafted
+token is fed to them as well, and the verify pass goes on from their states (`Draft.states`): it runs the other layers
+alone. That is one narrow pass of the first layers in place of one of all drafted tokens: as many weights are read, and
+less is computed. Where a row has no such draft, the pass runs all layers for all.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from specdec.config import check_number, check_whole
 from specdec.drafters.base import Draft, DraftContext, Drafter, DraftRequest, Tokens, empty_like
-from specdec.drafters.draft_model.core import DraftCore, Stops
+from specdec.drafters.draft_model.core import COUNTS, STARTS, DraftCore, Proposal, StepInputs, StepsKey, Stops
 from specdec.errors import SpecdecError
+from specdec.models.passes import PassInputs, PassKey
 
 
 @dataclass
@@ -29,6 +38,7 @@ class EarlyExit(Drafter):
     skip: in its place, the layers that are left out, as a list or "8-15+20"
     n_max: most tokens to propose
     n_min, p_min, top_n: as in draft-model
+    resume: verify passes go on from the layers that have drafted
     Raises SpecdecError for parameters out of range, and in a call for layers that the target does not have.
     """
 
@@ -38,6 +48,7 @@ class EarlyExit(Drafter):
     n_min: int = 0
     p_min: float = 0.0
     top_n: int | None = None
+    resume: bool = True
     name: str = field(init=False, default="early-exit")
 
     _core: SharedCore = field(init=False, repr=False, compare=False)
@@ -76,6 +87,8 @@ class EarlyExit(Drafter):
         made = copy.copy(self)
         runner = context.target.without_layers(self.left_out(context.target.layer_count))
         made._core = SharedCore(runner, context.batch, context.capacity, cache=context.cache)
+        made._core.layers = runner.skip[0] if self.resume else 0
+        made._core.feeds_last = made._core.layers > 0
         made._vocab_size = context.vocab_size
         return made
 
@@ -98,11 +111,20 @@ class EarlyExit(Drafter):
         stops = Stops(self.p_min, self.n_min, self.top_n)
         proposal = self._core.propose(work, steps, stops, self._vocab_size)
         drafts = {r.row: proposal.draft(r.row, limits[r.row], self.name) for r in work}
+        if proposal.states is not None:
+            self._core.passes += 1
+            layers, states = self._core.layers, proposal.states
+            drafts = {row: replace(d, states=states[row], layers=layers) for row, d in drafts.items()}
         return [drafts.get(r.row, Draft()) for r in requests]
 
 
 class SharedCore(DraftCore):
-    """Draft steps over the target's own cache, which holds every row's text without its newest token."""
+    """Draft steps over the target's own cache, which holds every row's text without its newest token.
+
+    layers: first layers whose states go with the drafts; 0 = none
+    """
+
+    layers = 0
 
     def begin(self, row: int, prompt: Tokens) -> None:
         self.outstanding.pop(row, None)
@@ -110,6 +132,20 @@ class SharedCore(DraftCore):
     def write(self, request: DraftRequest) -> int:
         self.length[request.row] = len(request.tokens)
         return super().write(request)
+
+    def forward(self, key: PassKey, inputs: PassInputs) -> Tensor:
+        logits = super().forward(key, inputs)
+        self.states.append(self.runner.gaps[0].seen[:, :1])
+        return logits
+
+    def steps(self, key: StepsKey, sampling: Any, inputs: StepInputs, texts: Any, requests: Any) -> Proposal:
+        self.states: list[Tensor] = []
+        made = super().steps(key, sampling, inputs, texts, requests)
+        if not key.feeds_last:
+            return made
+        length, k = inputs.numbers[STARTS] + inputs.numbers[COUNTS], made.tokens.shape[1]
+        self._feed_token(key, made.tokens[:, -1], length + k - 1, inputs.numbers[COUNTS])
+        return replace(made, states=torch.cat(self.states, dim=1))
 
     def close(self) -> None:
         """Do nothing: the cache is the engine's."""
