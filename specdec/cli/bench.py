@@ -218,9 +218,8 @@ def _print_exactness(console: Console, result: dict[str, Any]) -> None:
             f"{dtype}: other content changed a token's logits in {found['differing']} of {found['compared']} passes "
             f"of one shape (largest difference {found['largest']:.3g})"
         )
-    runs = list(summary.rows(result))
-    failed = [row.exact and row.skipped is None and row.identical != row.prompts for row in runs]
-    console.print(output.rendered(summary.table([result]), ["bold red" if it else "" for it in failed]))
+    styles = ["bold red" if failed else "" for _, failed in summary.rows(result)]
+    console.print(output.rendered(summary.table([result]), styles))
 
 
 def _print_smoke(console: Console, result: dict[str, Any]) -> None:

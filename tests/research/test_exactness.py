@@ -219,9 +219,11 @@ def test_speed_is_quoted_against_the_fastest_plain() -> None:
     assert fastest_plain(groups, groups[0]) == 20.0
     assert cost_of_exact(groups, groups[0]) == pytest.approx(0.1)
     assert cost_of_exact(groups, groups[1]) is None
-    exact, other = rows({"groups": groups, "config": {"temperature": 0.8}})
-    assert (exact.identical, exact.speedup, exact.cost) == (3, 1.5, pytest.approx(0.1))
-    assert (other.identical, other.verdicts, other.speedup) == (1, "2 tie", 1.5)
+    exact, other = (cells for cells, _ in rows({"groups": groups, "config": {"temperature": 0.8}}))
+    assert exact[2:] == ["3 of 3", "0", "30.0", "1.50", "2.00", "0.50", "+10.0%"]
+    assert other[2:] == ["1 of 3", "2 (explained: 2 tie)", "30.0", "1.50", "2.00", "0.50", "-"]
+    shared = rows({"groups": groups, "config": {"temperature": 0.8, "shared_device": True}})
+    assert [cells[4:6] for cells, _ in shared] == [["-", "-"]] * 2
 
 
 def test_exact_plain_alone_is_no_measure_of_speed() -> None:

@@ -1,10 +1,10 @@
-"""What an exactness document says: whether exact mode held, what it cost, and its runs as rows of a table."""
+"""What an exactness document says: whether exact mode held, what it cost (extra time of an exact plain pass), and a
+table of its runs, whose speeds are over the fastest plain run of the same prompts."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 from specdec.research.bench.tables import Table, figure
@@ -14,31 +14,6 @@ Entry = Mapping[str, Any]
 _SETTING = ("dtype", "batch", "prompts", "rule")
 
 
-@dataclass(frozen=True)
-class RunRow:
-    """One run beside plain decoding.
-
-    identical: rows of `prompts` that are plain's.
-    verdicts: of the others that are explained.
-    speedup: tokens per second over the fastest plain run of the same prompts; None = only exact plain was measured.
-    cost: relative extra time of a plain pass through exact mode; None = not measured.
-    """
-
-    part: str
-    setting: str
-    exact: bool
-    chain: str
-    identical: int | None
-    prompts: int
-    verdicts: str
-    tokens_per_second: float | None = None
-    speedup: float | None = None
-    tokens_per_round: float | None = None
-    acceptance: float | None = None
-    cost: float | None = None
-    skipped: str | None = None
-
-
 def exact_holds(result: Entry) -> bool:
     """Whether every exact run gave plain decoding's ids, row for row; not if nothing was run."""
     found = [(g, run) for g in _measured(result["groups"]) if g["exact"] for run in g["runs"].values()]
@@ -46,27 +21,25 @@ def exact_holds(result: Entry) -> bool:
     return bool(runs) and all(run["identical"] == g["prompts"] and run["failed_rows"] == 0 for g, run in runs)
 
 
-def rows(result: Entry) -> Iterator[RunRow]:
-    """The runs, in their order; skipped groups as one row."""
-    shared = result["config"].get("shared_device", False)
-    for group in result["groups"]:
-        head = (group["part"], setting(group, result["config"]["temperature"]), group["exact"])
-        if "skipped" in group:
-            yield RunRow(*head, "-", None, group["prompts"], "", skipped=group["skipped"])
-            continue
-        cost, fastest = cost_of_exact(result["groups"], group), fastest_plain(result["groups"], group)
-        for name, run in group["runs"].items():
+def rows(result: Entry) -> Iterator[tuple[list[str], bool]]:
+    """The runs in their order as cells of `table`, and whether exact mode failed there; skipped groups as one row."""
+    shared, groups = result["config"].get("shared_device", False), result["groups"]
+    for group in groups:
+        where = setting(group, result["config"]["temperature"])
+        for name, run in group.get("runs", {"-": group}).items():
             if "skipped" in run:
-                yield RunRow(*head, name, None, group["prompts"], "", skipped=run["skipped"])
+                yield [where, name, f"skipped: {run['skipped']}", *[""] * 6], False
                 continue
-            found = Counter(report["verdict"] for report in run["reports"])
-            verdicts, speed = ", ".join(f"{n} {v}" for v, n in found.items()), run["tokens_per_second"]
-            row = RunRow(*head, name, run["identical"], group["prompts"], verdicts)
-            row = replace(row, tokens_per_round=run["tokens_per_round"], acceptance=run["acceptance"])
-            if not shared:
-                speedup = None if fastest is None else speed / fastest
-                row = replace(row, tokens_per_second=speed, speedup=speedup, cost=cost)
-            yield row
+            others = group["prompts"] - run["identical"]
+            verdicts = Counter(report["verdict"] for report in run["reports"])
+            explained = ", ".join(f"{n} {verdict}" for verdict, n in verdicts.items())
+            cells = [where, name, f"{run['identical']} of {group['prompts']}"]
+            cells.append(f"{others} (explained: {explained})" if others else "0")
+            fastest, cost = fastest_plain(groups, group), None if shared else cost_of_exact(groups, group)
+            speed = None if shared else run["tokens_per_second"]
+            times = (speed, None if speed is None or fastest is None else speed / fastest)
+            cells += [figure(times[0], 1), figure(times[1]), *map(figure, (run["tokens_per_round"], run["acceptance"]))]
+            yield [*cells, "-" if cost is None else f"{cost:+.1%}"], bool(group["exact"] and others)
 
 
 def setting(group: Entry, temperature: float) -> str:
@@ -102,15 +75,4 @@ def table(results: Sequence[Entry]) -> Table:
     heads = ["dtype x slots", "chain", "identical rows", "differing rows", "tok/s", "speed : fastest plain"]
     heads += ["tokens per round", PER_TESTED, "cost of exact"]
     title = "rows identical to plain decoding; cost of exact: extra time of an exact plain pass"
-    return Table(title, heads, [_cells(row) for result in results for row in rows(result)])
-
-
-def _cells(row: RunRow) -> list[str]:
-    if row.skipped is not None or row.identical is None:
-        return [row.setting, row.chain, f"skipped: {row.skipped}", *[""] * 6]
-    others = row.prompts - row.identical
-    differing = f"{others} (explained: {row.verdicts})" if others else "0"
-    figures = map(figure, (row.speedup, row.tokens_per_round, row.acceptance))
-    cost = "-" if row.cost is None else f"{row.cost:+.1%}"
-    same = f"{row.identical} of {row.prompts}"
-    return [row.setting, row.chain, same, differing, figure(row.tokens_per_second, 1), *figures, cost]
+    return Table(title, heads, [cells for result in results for cells, _ in rows(result)])
