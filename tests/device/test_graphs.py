@@ -45,7 +45,7 @@ CALLS = {
 }
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("call", CALLS)
 def test_recorded_passes_give_the_eager_text(call: str) -> None:
     eager, recorded = decoder(), decoder(Rerun)
@@ -97,6 +97,7 @@ def test_what_a_program_depends_on_makes_another_program() -> None:
             assert out.stats.draft_tokens == expected.stats.draft_tokens, call
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("call", ["sampled", "tree"])
 def test_where_only_passes_can_be_recorded_these_are(call: str, caplog: pytest.LogCaptureFixture) -> None:
     recorded = decoder(OnlyPasses)
@@ -162,6 +163,7 @@ def test_calls_of_other_lengths_share_a_cache_and_its_passes() -> None:
     assert out.provenance["compile"]["target"]["captured"] == 0
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
 def test_a_program_of_a_short_call_serves_a_longer_one(kind: str) -> None:
     """What a program takes for the end of a row must not be the end of the call that it was recorded in."""

@@ -69,7 +69,7 @@ def compare(decoders: dict[str, specdec.SpeculativeDecoder], name: str, call: st
     return recorded
 
 
-@pytest.mark.fast(14)
+@pytest.mark.fast(9)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_options_give_the_eager_outcome_when_recorded(
     decoders: dict[str, specdec.SpeculativeDecoder], name: str

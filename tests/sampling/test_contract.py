@@ -124,6 +124,7 @@ def test_classes_of_transformers_with_a_state_are_refused_by_name(name: str) -> 
         _check(inherited.__new__(inherited))
 
 
+@pytest.mark.fast(4)
 @pytest.mark.parametrize(
     "processor",
     [

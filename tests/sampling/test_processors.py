@@ -178,6 +178,7 @@ def test_presence_and_frequency_penalties_count_generated_ids_only() -> None:
     assert out.tolist() == [[0.0, 0.0, 0.0, -1.0, -0.75, 0.0]]
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     "strategies", [[], [PromptLookup()], [PromptLookup(ngram_min=2), DraftModel(n_max=5)]], ids=len
 )

@@ -238,6 +238,7 @@ def test_low_temperatures_tend_to_the_argmax_and_extreme_ones_do_not_break(strat
         assert len({t for row in out.token_ids for t in row}) > 40  # nearly uniform over 128 tokens
 
 
+@pytest.mark.fast(1)
 def test_draft_equal_to_target_gives_no_empty_residual_over_ten_thousand_tokens() -> None:
     target = tiny_model("llama")
     decoder = SpeculativeDecoder(target, target, check=False)
@@ -339,7 +340,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.fast(4)
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_greedy_text_with_processors_equals_transformers_and_plain(name: str) -> None:
     """Row 8 of the faults in the wild: penalties ignored, doubled or weakened."""

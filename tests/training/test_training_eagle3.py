@@ -105,6 +105,7 @@ def trained(loss: str = "forward-kl", size: int = 40, temperature: float = 1.0) 
     return HeadTraining(head, 4, loss, 0.8, temperature), Live(target, layers, answers)
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_head_learns_by_every_loss(loss: str) -> None:
     module, source = trained(loss)
