@@ -96,7 +96,7 @@ class GenerationSettings:
     stopping_criteria: Any = None
     num_return_sequences: int = 1
     exact: Any = UNSET
-    output_logprobs: bool = False
+    output_logprobs: bool | int = False
     batch_size: int | None = None
     keep_state: bool = False
     verify_width: int | None = None
@@ -130,8 +130,14 @@ class GenerationSettings:
 
     def check(self) -> None:
         """Raise SpecdecError for a value out of range."""
-        for name in ("ignore_eos", "output_logprobs", "keep_state"):
+        for name in ("ignore_eos", "keep_state"):
             check_switch(name, getattr(self, name))
+        if type(self.output_logprobs) is not int:
+            check_switch("output_logprobs", self.output_logprobs)
+        elif self.output_logprobs < 1:
+            raise SpecdecError(
+                f"output_logprobs must be true, false, or how many most likely tokens, >= 1; got {self.output_logprobs}"
+            )
         for name, least in _LEAST.items():
             if name not in _MAY_BE_NONE or getattr(self, name) is not None:
                 check_whole(name, getattr(self, name), least)

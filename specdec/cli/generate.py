@@ -79,6 +79,7 @@ def _records(prompts: Sequence[Prompt], out: Generation) -> Iterator[dict[str, A
             "finish_reason": row.finish_reason,
             "error": row.error,
             "logprobs": row.logprobs,
+            "top_logprobs": row.top_logprobs,
             "stats": row.stats.to_dict(),
             "lossy": out.lossy,
             **shared,

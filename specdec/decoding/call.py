@@ -172,6 +172,7 @@ class Call:
         self.reads_before = decoder.reader.count
         self.recorded_before = {role: r.recorded for role, r in decoder._runners().items()}
         self.started = time.perf_counter()
+        wanted = self.settings.output_logprobs
         verifier = Verifier(
             runner=target,
             cache=cache,
@@ -183,7 +184,7 @@ class Call:
             reader=decoder.reader,
             record=self.record,
             top=self.top,
-            logprobs=self.settings.output_logprobs,
+            logprobs=None if wanted is False else 0 if wanted is True else wanted,
             observed=chain.observed_layers,
         )
         self.engine = Engine(verifier, chain, self.rows, kept)
@@ -230,6 +231,7 @@ class Call:
     def result(self) -> Generation:
         self.raise_if_failed()
         rows, stats = self.rows, self.engine.stats(self.seconds, self.reads_before)
+        wanted = self.settings.output_logprobs
         return Generation(
             token_ids=[row.output for row in rows],
             texts=[row.text() for row in rows] if self.decoder.tokenizer is not None else None,
@@ -237,7 +239,8 @@ class Call:
             stats=stats,
             provenance={**self._provenance(), "warnings": self.warn(stats)},
             errors=[row.error for row in rows],
-            logprobs=[row.logprobs for row in rows] if self.settings.output_logprobs else None,
+            logprobs=[row.logprobs for row in rows] if wanted else None,
+            top_logprobs=[row.top_logprobs for row in rows] if wanted and wanted is not True else None,
             origins=[row.origins for row in rows],
             lossy=self.rule.lossy,
         )

@@ -140,7 +140,8 @@ class Engine:
             verdict = result.verdict(slot, draft.drafter)
             if row.note(verdict, result.parents_of(slot, draft), result.draft[slot]):
                 self.chain.settle(slot, row.drafted)
-            emitted = self._take(row, verdict, result.logprobs[slot] if result.logprobs else None)
+            emitted = self._take(row, verdict)
+            result.keep_logprobs(slot, row, len(emitted))
             if verdict.status == "continues" and row.finish_reason is None:
                 row.pending = draft.rest(len(verdict.path), verdict.total)
             else:
@@ -152,11 +153,11 @@ class Engine:
         self.cache.rewind({slot: row.size - 1 for slot, row in active}, moved)
         return rounds
 
-    def _take(self, row: Row, verdict: RowVerdict, logprobs: Sequence[float] | None) -> list[int]:
+    def _take(self, row: Row, verdict: RowVerdict) -> list[int]:
         """Append tokens to the row until a stop; returns those it took."""
         own = len(verdict.tokens) - len(verdict.path)
         origins = [row.strategy] * len(verdict.path) + [None] * own
-        emitted = verdict.tokens[: row.take(verdict.tokens, logprobs, origins)]
+        emitted = verdict.tokens[: row.take(verdict.tokens, origins)]
         if row.known is not None and emitted:
             row.known = torch.cat([row.known, to_device(emitted, self.runner.device)])
             row.processors.commit(emitted)

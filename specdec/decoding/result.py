@@ -69,6 +69,7 @@ class GenerationRow:
     stats: Tally
     error: str | None = None
     logprobs: list[float] | None = None
+    top_logprobs: list[list[tuple[int, float]]] | None = None
     origins: list[str | None] = field(default_factory=list)
 
     def __repr__(self) -> str:
@@ -87,6 +88,8 @@ class Generation:
     errors: what failed and where, for rows that ended with `error`
     logprobs: log-probability (nats) of each emitted id under the target's processed distribution, before temperature
         if greedy; None unless asked for
+    top_logprobs: id and log-probability of the most likely tokens in place of each emitted one, the likeliest first;
+        None unless asked for (`output_logprobs=5`), fewer where fewer are possible
     origins: the strategy that proposed each emitted id, None for the target's own
     lossy: True if the acceptance rule changes the target's distribution
     """
@@ -98,6 +101,7 @@ class Generation:
     provenance: dict[str, Any]
     errors: list[str | None] = field(default_factory=list)
     logprobs: list[list[float]] | None = None
+    top_logprobs: list[list[list[tuple[int, float]]]] | None = None
     origins: list[list[str | None]] = field(default_factory=list)
     lossy: bool = False
 
@@ -128,6 +132,7 @@ class Generation:
             stats=Tally.of(self.stats.rows[i]),
             error=self.errors[i] if self.errors else None,
             logprobs=None if self.logprobs is None else self.logprobs[i],
+            top_logprobs=None if self.top_logprobs is None else self.top_logprobs[i],
             origins=self.origins[i] if self.origins else [],
         )
 

@@ -87,6 +87,7 @@ class Row:
     error: str | None = None
     records: list[RoundRecord] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     origins: list[str | None] = field(default_factory=list)
     processors: Any = None
     sampling: RowSampling | None = None  # how its tokens are sampled, as drafters are told
@@ -136,14 +137,12 @@ class Row:
         done = self.size - len(self.prompt)
         return "length" if done >= self.stops.max_new_tokens else "context"
 
-    def take(self, tokens: Sequence[int], logprobs: Sequence[float] | None, origins: Sequence[str | None]) -> int:
+    def take(self, tokens: Sequence[int], origins: Sequence[str | None]) -> int:
         """Append tokens until a stop, which sets `finish_reason`. Returns how many were taken."""
         for n, token in enumerate(tokens):
             self.ids[self.size] = token
             self.size += 1
             self.origins.append(origins[n])
-            if logprobs is not None:
-                self.logprobs.append(logprobs[n])
             self.finish_reason = self._stop(int(token))
             if self.finish_reason is not None:
                 return n + 1

@@ -12,6 +12,7 @@ recorded, only the pass inside it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -36,7 +37,7 @@ from specdec.sampling.sampling import History, Sampling
 
 # Columns of `VerifyInputs.table`; S drafted ids follow, and with trees S parents.
 STARTS, COUNTS, LAST, KEYS, POSITIONS, DONE, ROUNDS, TOTALS, HAS_Q, LIMITS, DRAFT = range(11)
-NO_RECORD = (False, 0, False)  # `VerifyKey.recorded` of a call that records nothing
+NO_RECORD = (False, 0, None)  # `VerifyKey.recorded` of a call that records nothing
 
 
 # -- what comes back ---------------------------------------------------------------------------------------------------
@@ -51,6 +52,7 @@ class VerifyResult:
     draft: drafted ids, `MISSING` for a node of a tree that does not exist
     path, parents: the accepted nodes and the trees' parents; None without trees
     logprobs: log-probability of each emitted token, if asked for
+    top_ids, top_logprobs: of the most likely tokens at the same places, if asked for
     p, q, details: at each drafted token, in a recorded run
     limit: most tokens that the pass tests per row
     """
@@ -64,6 +66,8 @@ class VerifyResult:
     path: list[list[int]] | None = None
     parents: list[list[int]] | None = None
     logprobs: list[list[float]] | None = None
+    top_ids: list[list[list[int]]] | None = None
+    top_logprobs: list[list[list[float]]] | None = None
     p: list[list[float]] | None = None
     q: list[list[float]] | None = None
     details: list[Any] = field(default_factory=list)
@@ -74,6 +78,15 @@ class VerifyResult:
         if draft.parents is None or self.parents is None:
             return None
         return self.parents[slot][: min(len(draft), self.limit)]
+
+    def keep_logprobs(self, slot: int, row: Row, count: int) -> None:
+        """Give a row the log-probabilities of the first `count` tokens that the pass emitted; impossible ones are not
+        listed among the most likely."""
+        if self.logprobs is not None:
+            row.logprobs += self.logprobs[slot][:count]
+        if self.top_ids is not None and self.top_logprobs is not None:
+            pairs = map(zip, self.top_ids[slot][:count], self.top_logprobs[slot])
+            row.top_logprobs += [[(i, p) for i, p in place if p > -math.inf] for place in pairs]
 
     def verdict(self, slot: int, strategy: str) -> RowVerdict:
         """Return what was decided about a slot's row. Raises SpecdecError for a draft that breaks the protocol."""
@@ -137,7 +150,7 @@ class VerifyKey(NamedTuple):
     all_have_q: bool
     levels: int
     siblings: int
-    recorded: tuple[bool, int, bool]
+    recorded: tuple[bool, int, int | None]
 
     @property
     def is_prefill(self) -> bool:
@@ -211,7 +224,7 @@ class Verifier:
 
     record: also read p and q at drafted tokens
     top: with `record`, read details with the `top` most likely tokens per position; 0 = off
-    logprobs: read the log-probability of each emitted token
+    logprobs: read the log-probability of each emitted token, and of so many most likely ones; None = off
     observed: layers whose hidden states drafters observe; None: nobody observes
     """
 
@@ -225,7 +238,7 @@ class Verifier:
     reader: HostReader
     record: bool = False
     top: int = 0
-    logprobs: bool = False
+    logprobs: int | None = None
     observed: tuple[int, ...] | None = None
     passes: int = 0
     resumed: dict[int, int] = field(default_factory=dict)
@@ -491,9 +504,13 @@ def _wanted(block: Block, verdict: Verdict, key: VerifyKey) -> dict[str, Tensor]
     rows = torch.arange(len(block.draft), device=block.draft.device)[:, None]
     if verdict.path is not None and block.tree is not None:
         wanted |= {"path": verdict.path, "parents": block.tree.parents}
-    if logprobs:
+    if logprobs is not None:
         emitted, columns = verdict.emitted(block.draft)
-        wanted["logprobs"] = torch.log_softmax(block.scores, dim=-1)[rows, columns, emitted]
+        logarithms = torch.log_softmax(block.scores, dim=-1)  # [B, S, V]
+        wanted["logprobs"] = logarithms[rows, columns, emitted]
+        if logprobs:
+            likely = logarithms.topk(min(logprobs, logarithms.shape[-1]))
+            wanted |= {"top_ids": likely.indices[rows, columns], "top_logprobs": likely.values[rows, columns]}
     if record:
         tested_at = block.columns.expand_as(block.draft) if block.tree is None else block.tree.tested_at
         wanted["p"] = block.p[rows, tested_at, block.draft]

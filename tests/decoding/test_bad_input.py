@@ -134,6 +134,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"ignore_eos": "no"}, ("ignore_eos", "no")),
     ({"keep_state": 1}, ("keep_state", "1")),
     ({"output_logprobs": "yes"}, ("output_logprobs", "yes")),
+    ({"output_logprobs": 0}, ("output_logprobs", "0")),
     ({"logits_processor": 3}, ("logits_processor", "3")),
     ({"stopping_criteria": ["x"]}, ("stopping_criteria", "x")),
 ]

@@ -83,6 +83,34 @@ def test_sampled_logprobs_are_of_the_tempered_and_cut_law(decoder: SpeculativeDe
         assert logprobs == pytest.approx(own_logprobs(prompt, ids, law), abs=1e-4)
 
 
+@pytest.mark.parametrize("strategies", [[], DRAFT, [DraftModel(tree=[2, 1])]], ids=["plain", "chain", "tree"])
+def test_the_most_likely_tokens_are_those_of_a_plain_forward(decoder: SpeculativeDecoder, strategies: Any) -> None:
+    reads = decoder.generate(PROMPTS, 14, strategies=strategies).stats.host_reads
+    out = decoder.generate(PROMPTS, 14, strategies=strategies, output_logprobs=5)
+    assert out.stats.host_reads == reads
+    assert out.top_logprobs is not None
+    for row in out:
+        assert row.top_logprobs is not None
+        assert row.logprobs == pytest.approx([place[0][1] for place in row.top_logprobs], abs=1e-6)  # greedy
+        text = [*PROMPTS[row.index], *row.token_ids]
+        wanted = torch.log_softmax(oracle_logits(model(), text), dim=-1)[len(PROMPTS[row.index]) - 1 : -1].topk(5)
+        assert [[i for i, _ in place] for place in row.top_logprobs] == wanted.indices.tolist()
+        for place, values in zip(row.top_logprobs, wanted.values.tolist(), strict=True):
+            assert [p for _, p in place] == pytest.approx(values, abs=1e-4)
+
+
+def test_impossible_tokens_are_not_among_the_most_likely(decoder: SpeculativeDecoder) -> None:
+    eos = texts(14)[0][5]
+    options: dict[str, Any] = {"temperature": 0.8, "top_k": 3, "acceptance": "match", "eos_token_id": eos}
+    out = decoder.generate(PROMPTS, 14, strategies=DRAFT, output_logprobs=5, **options)
+    for row in out:
+        assert row.top_logprobs is not None
+        assert [len(place) for place in row.top_logprobs] == [3] * len(row.token_ids)
+        for place, token, own in zip(row.top_logprobs, row.token_ids, row.logprobs or [], strict=True):
+            assert dict(place)[token] == own
+    assert decoder.generate(PROMPTS, 2, output_logprobs=True).top_logprobs is None
+
+
 def test_logprobs_end_where_the_row_ends(decoder: SpeculativeDecoder) -> None:
     eos = texts(14)[0][5]
     out = decoder.generate(PROMPTS, 14, strategies=DRAFT, output_logprobs=True, eos_token_id=eos)
