@@ -1,4 +1,4 @@
-"""`specdec train eagle3 | draft CONFIG`: train a drafter on its target's answers. Resumes where it stopped."""
+"""`specdec train eagle3 | draft | exit CONFIG`: train a drafter on its target's answers. Resumes where it stopped."""
 
 from __future__ import annotations
 
@@ -38,6 +38,14 @@ def draft(
 ) -> None:
     """Distil a draft model; it is in the folder `draft` of the run."""
     _train("draft", config, {"out": out, "device": device}, answers, as_json)
+
+
+@app.command("exit")
+def exit_(
+    config: Config, out: Out = None, device: Device = None, answers: Part = None, as_json: AsJson = False
+) -> None:
+    """Train an adapter for early-exit; it is in the folder `adapter` of the run."""
+    _train("exit", config, {"out": out, "device": device}, answers, as_json)
 
 
 def _train(kind: str, file: Path, options: dict[str, Any], part: str | None, as_json: bool) -> None:

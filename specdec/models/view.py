@@ -55,7 +55,7 @@ class ModelView:
     """
 
     def __init__(
-        self, original: nn.Module, implementation: str, prepare: Callable[[nn.Module], None] | None = None
+        self, original: nn.Module, implementation: str, prepare: Callable[[nn.Module], Any] | None = None
     ):  # fmt: skip
         self.original, self.implementation, self.prepare = original, implementation, prepare
         self.builds = 0

@@ -101,15 +101,36 @@ class DraftStart:
 
 
 @dataclass(frozen=True)
+class ExitStart:
+    """Where an adapter for early exit starts from: one of layers and checkpoint.
+
+    layers: first layers of the target, after which it stands
+    rank: its inner width; None = the target's hidden size
+    checkpoint: a folder of an adapter
+    """
+
+    layers: int | None = None
+    rank: int | None = None
+    checkpoint: str | None = None
+
+    def __post_init__(self) -> None:
+        _check(self, {"layers": Maybe(whole(1)), "rank": Maybe(whole(1)), "checkpoint": Maybe(TEXT)}, "exit")
+        if (self.layers is None) == (self.checkpoint is None) or (self.checkpoint and self.rank):
+            raise SpecdecError("exit: give layers (and rank), or a checkpoint, which has both")
+
+
+@dataclass(frozen=True)
 class Optimiser:
     """AdamW with a linear warm-up and a cosine to `final` times the learning rate.
 
+    muon: learning rate of Muon, for matrices that are neither embeddings nor the head; 0 = AdamW for all
     weight_decay: of matrices
     warm_up: steps
     clip: largest norm of the gradient
     """
 
     lr: float = 1e-3
+    muon: float = 0.0
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
     warm_up: int = 20
@@ -119,6 +140,7 @@ class Optimiser:
     def __post_init__(self) -> None:
         form = {
             "lr": number(0.0),
+            "muon": number(0.0),
             "betas": [number(0.0, 1.0)],
             "weight_decay": number(0.0),
             "warm_up": whole(),
@@ -152,6 +174,7 @@ class TrainingConfig:
     data: TrainingData
     head: HeadStart | None = None
     draft: DraftStart | None = None
+    exit: ExitStart | None = None
     optimiser: Optimiser = field(default_factory=Optimiser)
     steps: int = 1000
     batch: int = 8
@@ -209,19 +232,21 @@ class TrainingConfig:
         return {name: value for name, value in made.items() if name not in FREE}
 
 
-PARTS: dict[str, type[Any]] = {"data": TrainingData, "head": HeadStart, "draft": DraftStart, "optimiser": Optimiser}
-KINDS = {"eagle3": "draft", "draft": "head"}  # what is trained, and the section that is the other's
+PARTS: dict[str, type[Any]] = {
+    "data": TrainingData, "head": HeadStart, "draft": DraftStart, "exit": ExitStart, "optimiser": Optimiser,
+}  # fmt: skip
+SECTIONS = {"eagle3": "head", "draft": "draft", "exit": "exit"}  # what is trained, and its section
 
 
 def load_training(path: str | Path, kind: str, **changes: Any) -> TrainingConfig:
-    """Read a run. kind: "eagle3" or "draft"; changes: fields to set over the file's. Raises SpecdecError."""
-    config = replace(load_yaml(path, TrainingConfig), **changes)
-    other = KINDS[kind]
-    if getattr(config, other) is not None:
-        raise SpecdecError(f"{Path(path).name}: the section {other!r} has no effect on `train {kind}`; leave it out")
-    if kind == "draft" and config.draft is None:
-        raise SpecdecError(f"{Path(path).name}: the section 'draft' is missing; it says what the draft starts from")
-    return config if kind == "draft" or config.head is not None else replace(config, head=HeadStart())
+    """Read a run. kind: a key of `SECTIONS`; changes: fields to set over the file's. Raises SpecdecError."""
+    config, mine, name = replace(load_yaml(path, TrainingConfig), **changes), SECTIONS[kind], Path(path).name
+    for other in SECTIONS.values():
+        if other != mine and getattr(config, other) is not None:
+            raise SpecdecError(f"{name}: the section {other!r} has no effect on `train {kind}`; leave it out")
+    if getattr(config, mine) is None and kind != "eagle3":
+        raise SpecdecError(f"{name}: the section {mine!r} is missing; it says what `train {kind}` starts from")
+    return config if kind != "eagle3" or config.head is not None else replace(config, head=HeadStart())
 
 
 def content_hash(value: Any) -> str:

@@ -25,7 +25,7 @@ from specdec.files.texts import parse_json, read_text, write_atomically
 from specdec.training.checkpoint import read_checkpoint, write_checkpoint
 from specdec.training.config import TrainingConfig
 from specdec.training.features import Source, order
-from specdec.training.schedule import make_optimiser
+from specdec.training.schedule import Together, make_optimisers
 from specdec.training.task import Figures, Task
 
 LOG = "log.jsonl"
@@ -50,9 +50,9 @@ class Loop:
     mark: str
 
     def __post_init__(self) -> None:
-        optimiser, schedule = make_optimiser(self.task.module, self.config)
-        self.schedule = schedule
-        self.module, self.optimiser = self.accelerator.prepare(self.task.module, optimiser)
+        optimisers, self.schedule = make_optimisers(self.task.module, self.config)
+        self.module, *prepared = self.accelerator.prepare(self.task.module, *optimisers)
+        self.optimiser = Together(prepared)
         self.parameters = [p for p in self.task.module.parameters() if p.requires_grad]
 
     def run(self, advance: Callable[[str], None]) -> list[dict[str, Any]]:
@@ -90,7 +90,7 @@ class Loop:
         self.accelerator.clip_grad_norm_(self.parameters, self.config.optimiser.clip)
         self.optimiser.step()
         self.schedule.step()
-        self.optimiser.zero_grad(set_to_none=True)
+        self.optimiser.zero_grad()
         mean: Tensor = self.accelerator.reduce(total, "mean")
         return mean
 
@@ -115,7 +115,7 @@ class Loop:
     def _entry(self, step: int, loss: Tensor | None, seconds: float) -> dict[str, Any]:
         found = self.evaluate() if self.accelerator.is_main_process else {}
         self.accelerator.wait_for_everyone()
-        lr = self.schedule.get_last_lr()[0]
+        lr = self.schedule.parts[0].get_last_lr()[0]
         return {"step": step, "loss": None if loss is None else loss.item(), "lr": lr, **found, "seconds": seconds}
 
     def _state(self) -> dict[str, Any]:

@@ -24,18 +24,19 @@ from specdec.training.config import TrainingConfig, content_hash
 from specdec.training.draft import DraftTask, make_draft
 from specdec.training.eagle3 import HeadTask
 from specdec.training.evaluate import Evaluation
+from specdec.training.exit import ExitTask, make_adapter
 from specdec.training.features import Live, Source, Stored, store
 from specdec.training.loop import Loop
 from specdec.training.new_head import make_head
 from specdec.training.task import Task
 
-RESULT = {"eagle3": "head", "draft": "draft"}
+RESULT = {"eagle3": "head", "draft": "draft", "exit": "adapter"}
 Advance = Callable[[str], None]
 Answers = tuple[list[Answer], list[Answer]]
 
 
 def run_training(config: TrainingConfig, kind: str, advance: Advance, part: tuple[int, int] | None = None) -> Any:
-    """Train, or go on with what was begun. kind: "eagle3" or "draft"; part: write only this shard of the answers.
+    """Train, or go on with what was begun. kind: a key of `RESULT`; part: write only this shard of the answers.
 
     Returns the log, a list of entries; None where only answers were written. Raises SpecdecError for bad input, and for
     files of another run in `out`.
@@ -71,6 +72,9 @@ def make_task(kind: str, config: TrainingConfig, target: Any, tokenizer: Any, an
     if kind == "draft":
         assert config.draft is not None
         return DraftTask(make_draft(config.draft, target, config), tokenizer, config)
+    if kind == "exit":
+        assert config.exit is not None
+        return ExitTask(target, make_adapter(config.exit, target, config.seed), config)
     assert config.head is not None
     text = target.config.get_text_config()
     head = make_head(config.head, target, token_counts(answers, text.vocab_size), config.seed)

@@ -29,6 +29,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "ablate run --out": (str(ROOT / "configs" / "figures.yaml"), "--out", BAD),
     "train eagle3 --out": (str(ROOT / "configs" / "train_eagle3_demo.yaml"), "--out", BAD),
     "train draft --out": (str(ROOT / "configs" / "train_draft_demo.yaml"), "--out", BAD),
+    "train exit --out": (str(ROOT / "configs" / "train_exit_demo.yaml"), "--out", BAD),
     "export-head --out": ("nowhere", "--out", BAD),
 }  # fmt: skip
 

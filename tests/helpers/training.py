@@ -42,6 +42,7 @@ def settings(target: Path, out: Path, **changes: Any) -> dict[str, Any]:
 
 HEAD = {"head": {"draft_vocab_size": 64, "options": {"intermediate_size": 32}}}
 DRAFT = {"draft": {"layers": [0, 7]}}
+EXIT = {"exit": {"layers": 2, "rank": 16}}
 
 
 def config_of(file: Path, kind: str, values: dict[str, Any]) -> TrainingConfig:

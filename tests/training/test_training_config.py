@@ -33,6 +33,8 @@ FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"data": {"texts": ["a"], "dataset": "gsm8k"}}, "give prompts by one of"),
     ({"head": {"checkpoint": "x", "draft_vocab_size": 3}}, "draft_vocab_size is the checkpoint's"),
     ({"draft": {"layers": [0]}}, "the section 'draft' has no effect on `train eagle3`"),
+    ({"exit": {"layers": 2}}, "the section 'exit' has no effect on `train eagle3`"),
+    ({"exit": {"rank": 2}}, "exit: give layers (and rank), or a checkpoint"),
     ({"data": 3}, "data: expected a mapping of options"),
     ({"ttt_steps": True}, "ttt_steps: expected a whole number"),
 ]

@@ -26,6 +26,7 @@ from torch import Tensor
 from specdec.config import check_number, check_whole
 from specdec.drafters.base import Draft, DraftContext, Drafter, DraftRequest, Tokens, empty_like
 from specdec.drafters.draft_model.core import COUNTS, STARTS, DraftCore, Proposal, StepInputs, StepsKey, Stops
+from specdec.drafters.self_speculation.adapter import ExitAdapter, load_adapter
 from specdec.errors import SpecdecError
 from specdec.models.passes import PassInputs, PassKey
 
@@ -36,6 +37,7 @@ class EarlyExit(Drafter):
 
     layers: how many first layers draft; None = a third of them
     skip: in its place, the layers that are left out, as a list or "8-15+20"
+    adapter: a folder that `specdec train exit` wrote, or an `ExitAdapter`, after the first layers that it says
     n_max: most tokens to propose
     n_min, p_min, top_n: as in draft-model
     resume: verify passes go on from the layers that have drafted
@@ -44,6 +46,7 @@ class EarlyExit(Drafter):
 
     layers: int | None = None
     skip: Any = None
+    adapter: Any = None
     n_max: int = 4
     n_min: int = 0
     p_min: float = 0.0
@@ -51,6 +54,7 @@ class EarlyExit(Drafter):
     resume: bool = True
     name: str = field(init=False, default="early-exit")
 
+    _adapter: ExitAdapter | None = field(init=False, repr=False, compare=False, default=None)
     _core: SharedCore = field(init=False, repr=False, compare=False)
     _vocab_size: int = field(init=False, repr=False, compare=False, default=0)
 
@@ -61,6 +65,13 @@ class EarlyExit(Drafter):
             check_whole("early-exit: layers", self.layers, 1)
         if self.skip is not None:
             self.skip = parse_layers(self.skip)
+        if self.adapter is not None:
+            self._adapter = self.adapter if isinstance(self.adapter, ExitAdapter) else load_adapter(self.adapter)
+            if self.skip is not None or self.layers not in (None, self._adapter.layers):
+                raise SpecdecError(
+                    f"early-exit: the adapter is for layers={self._adapter.layers}; leave out layers and skip"
+                )
+            self.layers = self._adapter.layers
         check_whole("early-exit: n_max", self.n_max, 1)
         check_whole("early-exit: n_min", self.n_min, 0)
         check_number("early-exit: p_min", self.p_min, 0.0, 1.0)
@@ -68,6 +79,11 @@ class EarlyExit(Drafter):
             check_whole("early-exit: top_n", self.top_n, 1)
         if self.n_min > self.n_max:
             raise SpecdecError(f"early-exit needs n_min <= n_max, got n_min={self.n_min}, n_max={self.n_max}")
+
+    def parameters(self) -> dict[str, Any]:
+        """As configured."""
+        named = type(self.adapter).__name__ if isinstance(self.adapter, ExitAdapter) else self.adapter
+        return super().parameters() | {"adapter": None if named is None else str(named)}
 
     def left_out(self, count: int) -> tuple[int, ...]:
         """Return the layers that do not draft, of a target's `count`. Raises SpecdecError if it does not have them."""
@@ -85,7 +101,15 @@ class EarlyExit(Drafter):
         if context.target is None or context.cache is None:
             raise SpecdecError("early-exit drafts over the cache of a decoder's call: use it in a SpeculativeDecoder")
         made = copy.copy(self)
-        runner = context.target.without_layers(self.left_out(context.target.layer_count))
+        skip, width = self.left_out(context.target.layer_count), context.target.config.hidden_size
+        if self._adapter is not None:
+            if self._adapter.hidden_size != width:
+                raise SpecdecError(
+                    f"early-exit: the adapter is for hidden states of {self._adapter.hidden_size}, the target's have "
+                    f"{width}; train one for this target"
+                )
+            self._adapter.to(context.target.device)
+        runner = context.target.without_layers(skip, self._adapter)
         made._core = SharedCore(runner, context.batch, context.capacity, cache=context.cache)
         made._core.layers = runner.skip[0] if self.resume else 0
         made._core.feeds_last = made._core.layers > 0
