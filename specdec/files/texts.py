@@ -127,6 +127,8 @@ def parse_yaml(text: str, where: str) -> Any:
     """A YAML document, likewise; a key that stands twice in a mapping is a fault, not one value that wins."""
     try:
         made = yaml.load(text, _UniqueKeys)  # a safe loader
+    except RecursionError:
+        raise SpecdecError(f"{where}: not valid YAML: {_TOO_DEEP}") from None
     except (yaml.YAMLError, ValueError) as error:
         raise SpecdecError(f"{where}: not valid YAML: {first_line(error)}") from None
     except (ArithmeticError, AttributeError, LookupError, TypeError) as error:  # tags over texts that do not fit them
@@ -167,19 +169,6 @@ def _inside(value: Any) -> Any:
 class _UniqueKeys(yaml.SafeLoader):
     """Refuses on the way what would take long to find out at the end."""
 
-    def __init__(self, stream: Any):
-        super().__init__(stream)
-        self.depth = 0
-        self.merging: list[Any] = []
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        self.depth += 1
-        if self.depth > DEEPEST + 1:
-            raise yaml.YAMLError(_TOO_DEEP)
-        node = super().compose_node(parent, index)
-        self.depth -= 1
-        return node
-
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
@@ -190,11 +179,7 @@ class _UniqueKeys(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def flatten_mapping(self, node: Any) -> None:
-        if any(node is other for other in self.merging):
-            raise yaml.YAMLError(f"the mapping at {_line(node)} merges itself")
-        self.merging.append(node)
         super().flatten_mapping(node)
-        self.merging.pop()
         if len(node.value) > MOST_KEYS:
             raise yaml.YAMLError(f"the mapping at {_line(node)} merges more than {MOST_KEYS} keys")
 
