@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 import torch
@@ -274,16 +274,29 @@ def from_dict(cls: type[T], data: Any, where: str) -> T:
         if name not in data and entry.default is MISSING and entry.default_factory is MISSING:
             raise SpecdecError(f"{where}: {name} is missing")
     values: dict[str, Any] = {}
+    hints = get_type_hints(cls)
     for name, value in data.items():
         if name not in known:
             raise unknown_name(f"option in {where}", str(name), sorted(known))
-        if name == "pair":
-            value = from_dict(PairConfig, value, f"{where}.pair")
-        values[name] = tuple(value) if isinstance(value, list) else value
+        values[name] = _part(hints[name], value, f"{where}.{name}")
     try:
         return cls(**values)
     except TypeError as error:
         raise SpecdecError(f"{where}: {error}") from None
+
+
+def _part(kind: Any, value: Any, where: str) -> Any:
+    """A field's value in the form of its type: a dataclass, one or None, a mapping of names to such, or anything else,
+    with tuples for lists."""
+    arguments = get_args(kind)
+    if get_origin(kind) is Mapping and is_dataclass(arguments[1]):
+        if not isinstance(value, Mapping):
+            raise SpecdecError(f"{where}: expected a mapping of names, got {type(value).__name__}")
+        return {str(name): _part(arguments[1], part, f"{where}.{name}") for name, part in value.items()}
+    part = next((one for one in (kind, *arguments) if is_dataclass(one)), None)
+    if part is None or (value is None and part is not kind):
+        return tuple(value) if isinstance(value, list) else value
+    return value if isinstance(value, part) else from_dict(part, {} if value is None else value, where)  # type: ignore[arg-type]
 
 
 def load_yaml(path: str | Path, cls: type[T] = RunConfig) -> T:  # type: ignore[assignment]

@@ -161,14 +161,6 @@ class BenchConfig:
     minutes: float | None = None
 
     def __post_init__(self) -> None:
-        for name, cls in _PARTS.items():
-            value = getattr(self, name)
-            if value is None and name in ("models", "data"):
-                value = {}
-            if not (value is None or isinstance(value, cls)):
-                object.__setattr__(self, name, from_dict(cls, value, name))
-        for name, cls in (("scenarios", Scenario), ("targets", Target)):
-            object.__setattr__(self, name, _table(name, getattr(self, name), cls))
         if not (isinstance(self.contenders, Mapping) and self.contenders and self.scenarios):
             raise SpecdecError("a benchmark needs contenders and scenarios")
         for name, options in self.contenders.items():
@@ -232,25 +224,6 @@ class BenchConfig:
     def to_dict(self) -> dict[str, Any]:
         """Plain data without this machine's paths."""
         return {**asdict(self), "models": {**asdict(self.models), **self.models.names()}}
-
-
-_PARTS: dict[str, type[Any]] = {
-    "models": ModelChoice,
-    "data": DataChoice,
-    "passes": PassChoice,
-    "profile": ProfileChoice,
-    "costs": CostChoice,
-}
-
-
-def _table(what: str, values: Any, cls: type[T]) -> dict[str, T]:
-    """Name -> entry. Raises SpecdecError."""
-    if not isinstance(values, Mapping):
-        raise SpecdecError(f"{what}: expected a mapping of names, got {type(values).__name__}")
-    made = {}
-    for name, value in values.items():
-        made[str(name)] = value if isinstance(value, cls) else from_dict(cls, value, f"{what}: {name}")
-    return made
 
 
 def options_of(cls: type[T], name: str, options: Mapping[str, Any]) -> T:
