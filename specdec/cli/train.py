@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +22,7 @@ app = typer.Typer(
 Config = Annotated[Path, typer.Argument(help="The YAML file: configs/train_*.yaml.")]
 Out = Annotated[str | None, typer.Option(help="The run's folder, in place of the file's.")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda[:n].")]
+Search = Annotated[bool, typer.Option("--search", help="Train nothing: search layers that `skip` can leave out.")]
 Part = Annotated[str | None, typer.Option("--answers", help="Only write this part of the answers, such as 0/4.")]
 
 
@@ -42,10 +44,31 @@ def draft(
 
 @app.command("exit")
 def exit_(
-    config: Config, out: Out = None, device: Device = None, answers: Part = None, as_json: AsJson = False
-) -> None:
+    config: Config, out: Out = None, device: Device = None, answers: Part = None, search: Search = False,
+    as_json: AsJson = False,
+) -> None:  # fmt: skip
     """Train an adapter for early-exit; it is in the folder `adapter` of the run."""
-    _train("exit", config, {"out": out, "device": device}, answers, as_json)
+    if search:
+        _search(config, {"out": out, "device": device}, as_json)
+    else:
+        _train("exit", config, {"out": out, "device": device}, answers, as_json)
+
+
+def _search(file: Path, options: dict[str, Any], as_json: bool) -> None:
+    """Print the best sets of layers to leave out, the fastest first."""
+    from specdec.training.config import load_training
+    from specdec.training.run import run_search
+
+    config = load_training(file, "exit", **{name: value for name, value in options.items() if value is not None})
+    with output.progress("loading") as advance:
+        found = run_search(config, advance)
+    if as_json:
+        output.print_json([{**asdict(one), "strategy": one.strategy} for one in found])
+        return
+    made = output.table("strategy", "acceptance", "cost", "speed-up", title="Layers to leave out, teacher-forced")
+    for one in found[:10]:
+        made.add_row(one.strategy, *(output.number(n) for n in (one.acceptance, one.cost, one.speedup)))
+    output.stdout().print(made)
 
 
 def _train(kind: str, file: Path, options: dict[str, Any], part: str | None, as_json: bool) -> None:

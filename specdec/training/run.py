@@ -28,6 +28,7 @@ from specdec.training.exit import ExitTask, make_adapter
 from specdec.training.features import Live, Source, Stored, store
 from specdec.training.loop import Loop
 from specdec.training.new_head import make_head
+from specdec.training.skip_search import SkipSet, search_skip_sets
 from specdec.training.task import Task
 
 RESULT = {"eagle3": "head", "draft": "draft", "exit": "adapter"}
@@ -41,15 +42,8 @@ def run_training(config: TrainingConfig, kind: str, advance: Advance, part: tupl
     Returns the log, a list of entries; None where only answers were written. Raises SpecdecError for bad input, and for
     files of another run in `out`.
     """
-    accelerator = Accelerator(cpu=config.device == "cpu" or not torch.cuda.is_available())
-    check_writable(config.folder, "out", folder=True)
-    pair = LoadedPair.load(
-        config.target,
-        device=config.device or str(accelerator.device),
-        dtype=config.dtype,
-        trust_remote_code=config.trust_remote_code,
-    )
-    target = pair.target.requires_grad_(False)
+    accelerator, pair = _loaded(config)
+    target = pair.target
     with accelerator.main_process_first():  # the others find them written
         answers = _answers(config, target, pair.tokenizer, advance, part)
     if answers is None:
@@ -65,6 +59,28 @@ def run_training(config: TrainingConfig, kind: str, advance: Advance, part: tupl
     if accelerator.is_main_process:
         task.save(config.folder / RESULT[kind])
     return log
+
+
+def run_search(config: TrainingConfig, advance: Advance) -> list[SkipSet]:
+    """Search the target's layers for those that it can draft without, judged by its answers to the held-out prompts."""
+    _, pair = _loaded(config)
+    answers = _answers(config, pair.target, pair.tokenizer, advance, None)
+    assert answers is not None
+    return search_skip_sets(pair.target, answers[1], config.data.temperature, config.batch, advance)
+
+
+def _loaded(config: TrainingConfig) -> tuple[Accelerator, LoadedPair]:
+    """The devices, and the target, whose weights are not trained."""
+    accelerator = Accelerator(cpu=config.device == "cpu" or not torch.cuda.is_available())
+    check_writable(config.folder, "out", folder=True)
+    pair = LoadedPair.load(
+        config.target,
+        device=config.device or str(accelerator.device),
+        dtype=config.dtype,
+        trust_remote_code=config.trust_remote_code,
+    )
+    pair.target.requires_grad_(False)
+    return accelerator, pair
 
 
 def make_task(kind: str, config: TrainingConfig, target: Any, tokenizer: Any, answers: Sequence[Answer]) -> Task:

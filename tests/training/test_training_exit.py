@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ import torch
 
 from specdec import EarlyExit, SpecdecError, SpeculativeDecoder
 from specdec.drafters.self_speculation.adapter import ExitAdapter, load_adapter
+from specdec.models.layer_subset import PassThrough
 from specdec.training.answers import Answer
 from specdec.training.config import ExitStart, TrainingConfig, TrainingData
 from specdec.training.exit import ExitModel, ExitTask, make_adapter
 from specdec.training.features import Live
 from specdec.training.run import run_training
+from specdec.training.skip_search import search_skip_sets
 from tests.helpers.tiny import tiny_model
 from tests.helpers.training import EXIT, config_of, save_target, settings
 
@@ -130,3 +133,40 @@ def test_a_run_ends_with_an_adapter_that_drafts(tmp_path: Path) -> None:
     out = decoder.generate("def one", 8, strategies=[f"early-exit:adapter={config.folder / 'adapter'}"])
     assert out.token_ids == decoder.generate("def one", 8, strategies=[]).token_ids
     assert out.stats.draft_tokens > 0
+
+
+# -- layers to leave out -----------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_the_search_leaves_out_first_what_does_nothing() -> None:
+    target = tiny_model("llama", seed=1, num_hidden_layers=4, initializer_range=0.2)
+    for i in (1, 2):
+        target.model.layers[i].self_attn.o_proj.weight.zero_()
+        target.model.layers[i].mlp.down_proj.weight.zero_()
+    answers = [Answer((5, 9, 2, 7, 7, 1), 2), Answer((4, 4, 8, 3), 1)]
+    found = sorted(search_skip_sets(target, answers), key=lambda one: len(one.skip))
+    assert [set(one.skip) <= {1, 2} for one in found] == [True, True, False]
+    assert [one.acceptance for one in found[:2]] == pytest.approx([1.0, 1.0], abs=1e-5)
+    assert found[2].acceptance < 0.99  # the control: a layer that does something
+    assert found[1].strategy.startswith("early-exit:skip=1-2:n_max=")
+    assert EarlyExit(skip="1-2").skip == found[1].skip
+    layers = sum(p.nbytes for i in (1, 2) for p in target.model.layers[i].parameters())
+    assert found[1].cost == pytest.approx(1 - layers / sum(p.nbytes for p in target.parameters()))
+    assert all(type(layer).__name__ != "PassThrough" for layer in target.model.layers)
+
+
+@torch.no_grad()
+def test_the_acceptance_of_a_set_is_that_of_a_model_without_these_layers() -> None:
+    target = tiny_model("llama", seed=1, num_hidden_layers=3, initializer_range=0.2)
+    answer = Answer((5, 9, 2, 7, 7, 1), 3)
+    rates = {}
+    for i in range(3):
+        without = copy.deepcopy(target)
+        without.model.layers[i] = PassThrough(without.model.layers[i], False)
+        p, q = (m(torch.tensor([answer.ids]), use_cache=False).logits[0, 2:-1].softmax(-1) for m in (target, without))
+        rates[i] = torch.minimum(p, q).sum(-1).mean().item()
+    best = max(rates, key=rates.__getitem__)
+    first = min(search_skip_sets(target, [answer]), key=lambda one: len(one.skip))
+    assert first.skip == (best,)
+    assert first.acceptance == pytest.approx(rates[best], abs=1e-5)
