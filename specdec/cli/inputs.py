@@ -44,7 +44,7 @@ def chain(
         if not models:
             raise SpecdecError("--translate needs the strategy draft-model and a draft model: give --draft")
         for model in models:
-            model.translate = True
+            model.translate = model.translate or True
     return tuple(drafters)
 
 

@@ -43,6 +43,7 @@ STRATEGIES: dict[str, list[Any]] = {
     "lookup, then tree": [PromptLookup(n_max=2), "draft-model:tree=2x2"],
     "cache, then branches": ["ngram-cache", DraftModel(n_max=3, branches=3, p_split=0.05)],
     "translate": ["draft-model:n_max=4:translate=true"],
+    "intersection": ["draft-model:n_max=4:translate=intersection"],
     "tree of 40": [DraftModel(tree=[4, 3, 2])],
     "recycling": ["recycling:nodes=30"],
     "lookahead": ["lookahead:window=4:ngram=3:guesses=4"],

@@ -169,6 +169,7 @@ class DraftCore:
         self.accepted: dict[int, int] = {}  # row -> accepted tokens of its last draft
         self.fed: dict[int, set[int]] = {}  # row -> nodes of the open round's tree that are in the cache
         self.moves: list[tuple[int, int, int]] = []
+        self.source: Tensor | None = None  # [V]: the draft's id of each of the target's, -1 = none; None: the same
         self.passes = 0  # so far, without prefill
         self.clock = Clock(runner.device)
 
@@ -289,19 +290,26 @@ class DraftCore:
         newest = to_device([max(c - 1, 0) for c in counts], device)
         return logits[torch.arange(self.batch, device=device), newest]
 
-    def propose(self, requests: Sequence[DraftRequest], k: int, stops: Stops, vocab_size: int) -> Proposal:
-        """Catch up and draft k tokens for the rows of `requests`; the other rows are padding."""
+    def propose(
+        self, requests: Sequence[DraftRequest], k: int, stops: Stops, vocab_size: int,
+        in_target: Sequence[DraftRequest] | None = None,
+    ) -> Proposal:  # fmt: skip
+        """Catch up and draft k tokens for the rows of `requests`; the other rows are padding.
+
+        in_target: the same requests in the target's ids, for processors, if `source` translates
+        """
         sampling = requests[0].sampling
         tokens, starts, counts = self.feed(requests)
         host = np.zeros((self.batch, TOKENS + tokens.shape[1]), dtype=np.int64)
         host[:, STARTS], host[:, COUNTS], host[:, TOKENS:] = starts, counts, tokens
         for r in requests:
-            host[r.row, KEYS], host[r.row, POSITIONS] = stream_of(r), len(r.tokens) + 1
+            host[r.row, KEYS] = stream_of(r)
+            host[r.row, POSITIONS] = 1 + (len(r.tokens) if r.position < 0 else r.position)
         inputs = StepInputs(array_on(host, self.runner.device))
         reach = max(s + c for s, c in zip(starts, counts, strict=True)) + k - 1 + self.feeds_last
         key = self.key_of(sampling, tokens.shape[1], reach, k, stops, vocab_size)._replace(feeds_last=self.feeds_last)
-        texts = Texts(self.batch, requests, self.runner.device)
-        if texts or not recordable(sampling):
+        texts = Texts(self.batch, in_target or requests, self.runner.device)
+        if texts or not recordable(sampling) or self.source is not None:
             proposal = self.steps(key, sampling, inputs, texts, requests)
         else:
             proposal = self.runner.run(
@@ -337,7 +345,7 @@ class DraftCore:
         q: list[Tensor] = []
         keeps: list[Tensor] = []
         for i in range(key.steps):
-            logits = pad_vocabulary(logits, key.vocab_size, runner.excluded)
+            logits = self._in_target(logits, key.vocab_size)
             history = texts.history(tokens, self.batch) if texts else None
             token, sound, q_i = self._choose(key, sampling, logits, history, numbers, i)
             tokens.append(token)
@@ -348,11 +356,21 @@ class DraftCore:
                 keeps.append(keep & keeps[-1] if keeps else keep)
             if i + 1 == key.steps or (keeps and self._all_stopped(keeps[-1], requests)):
                 break
-            logits = self._feed_token(key, token, length + i, numbers[COUNTS])
+            logits = self._feed_token(key, self._own(token), length + i, numbers[COUNTS])
         lengths = torch.stack(keeps).sum(dim=0) if keeps else None
         if lengths is not None and not key.sampled and key.n_min:
             lengths = torch.where(lengths < key.n_min, 0, lengths)
         return Proposal(torch.stack(tokens, dim=1), lengths, torch.stack(q, dim=1) if q else None)
+
+    def _in_target(self, logits: Tensor, vocab_size: int) -> Tensor:
+        """Map draft logits [B, V_draft] to the target's ids, [B, vocab_size]."""
+        if self.source is None:
+            return pad_vocabulary(logits, vocab_size, self.runner.excluded)
+        return torch.where(self.source < 0, float("-inf"), logits.index_select(-1, self.source.clamp(min=0)))
+
+    def _own(self, token: Tensor) -> Tensor:
+        """Return the draft's ids of the target's, [B]."""
+        return token if self.source is None else self.source[token].clamp(min=0)
 
     def _choose(
         self, key: StepsKey, sampling: RowSampling | None, logits: Tensor, history: History | None, numbers: Tensor,

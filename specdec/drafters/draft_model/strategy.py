@@ -16,6 +16,7 @@ from torch import Tensor
 from specdec.config import check_number, check_whole
 from specdec.drafters.base import Draft, DraftContext, Drafter, DraftRequest, Tokens, empty_like
 from specdec.drafters.draft_model.core import DraftCore, Proposal, Stops
+from specdec.drafters.draft_model.intersection import IntersectingDrafter
 from specdec.drafters.draft_model.pipelined import Ahead, go_ahead, possible, take
 from specdec.drafters.draft_model.translation import TranslatingDrafter
 from specdec.drafters.draft_model.tree import Growth, parse_plan, plan_parents
@@ -40,8 +41,9 @@ class DraftModel(Drafter):
     p_split: a path splits where further tokens have a probability above it
     tree: makes trees of a fixed shape (tree.py)
     preset: upstream's values: "llama-classic" or "llama-2026"
-    translate: draft through text if the two vocabularies differ (translation.py)
-    replacements: the target's text -> what the draft sees instead, with translate
+    translate: what to do if the two vocabularies differ: True or "text" = draft through text (translation.py),
+        "intersection" = draft tokens that both have, with a q (intersection.py)
+    replacements: the target's text -> what the draft sees instead, with translate=True
     Raises SpecdecError for bad parameters.
     """
 
@@ -53,7 +55,7 @@ class DraftModel(Drafter):
     branches: int = 1
     tree: Any = None
     preset: str | None = None
-    translate: bool = False
+    translate: bool | str = False
     replacements: Mapping[str, str] = field(default_factory=dict)
     name: str = field(init=False, default="draft-model")
 
@@ -74,7 +76,11 @@ class DraftModel(Drafter):
         texts = self.replacements.items() if isinstance(self.replacements, Mapping) else [(self.replacements, None)]
         if not all(isinstance(a, str) and a and isinstance(b, str) for a, b in texts):
             raise SpecdecError(f"draft-model: replacements must map non-empty text to text, got {self.replacements!r}")
-        if self.replacements and not self.translate:
+        if self.translate not in (False, True, "text", "intersection"):
+            raise SpecdecError(
+                f'draft-model: translate must be True, False, "text" or "intersection", got {self.translate!r}'
+            )
+        if self.replacements and self.translate not in (True, "text"):
             raise SpecdecError("draft-model: replacements have no effect without translate=True")
         if (self.n_min or 0) > (self.n_max or 0):
             raise SpecdecError(f"draft-model needs n_min <= n_max, got n_min={self.n_min}, n_max={self.n_max}")
@@ -86,7 +92,7 @@ class DraftModel(Drafter):
             if self.branches > 1 or self.p_min or self.n_min:
                 raise SpecdecError("draft-model: tree fixes the shape: branches, p_min and n_min do not go with it")
         if self.makes_trees and self.translate:
-            raise SpecdecError("draft-model: translate=True drafts chains: tree and branches do not go with it")
+            raise SpecdecError("draft-model: translate drafts chains: tree and branches do not go with it")
 
     @property
     def automatic(self) -> bool:
@@ -110,7 +116,7 @@ class DraftModel(Drafter):
         if context.draft_runner is None:
             raise SpecdecError("strategy 'draft-model' needs a draft model: pass draft=... when the decoder is built")
         if self.translate:
-            return TranslatingDrafter(self, context)
+            return (IntersectingDrafter if self.translate == "intersection" else TranslatingDrafter)(self, context)
         made = copy.copy(self)
         made._context = context
         before = context.previous.get(self.name)

@@ -1,0 +1,127 @@
+"""draft-model with another vocabulary and a q: the draft keeps to the tokens that both vocabularies have.
+
+Source: token-level intersection, TLI (Timor et al. 2025, "Accelerating LLM Inference with Lossless Speculative Decoding
+Algorithms for Heterogeneous Vocabularies"). The draft's logits are taken at the tokens whose text the target's
+vocabulary has as well, and softmaxed over these alone. So q is the distribution that a token is really sampled from,
+over the target's ids, and drafts are lossless under every rule.
+
+The draft reads the row in its own ids: a prompt is tokenised once, common tokens keep their counterpart, and runs of
+others are tokenised as they come. Its cache is only ever extended. Not recorded on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any
+
+from specdec.device.transfer import to_device
+from specdec.drafters.base import Draft, DraftContext, Drafter, DraftRequest, Tokens, empty_like
+from specdec.drafters.draft_model.core import DraftCore, Stops
+from specdec.errors import SpecdecError
+from specdec.models.pair_report import draft_capacity
+
+SPACES = ("Ġ", "▁")  # how kinds of tokenizers write a space that begins a token
+
+
+@dataclass
+class IntersectingDrafter(Drafter):
+    """Built by `DraftModel(translate="intersection")`, which is its `settings`."""
+
+    settings: Any
+    context: DraftContext
+    name: str = field(init=False, default="draft-model")
+
+    def __post_init__(self) -> None:
+        context = self.context
+        runner = context.draft_runner
+        if context.tokenizer is None or context.draft_tokenizer is None or runner is None:
+            raise SpecdecError('draft-model with translate="intersection" needs a draft model and both tokenizers')
+        sizes = context.vocab_size, runner.vocab_size
+        self.counterpart = counterparts(context.tokenizer, context.draft_tokenizer, *sizes)
+        if not self.counterpart:
+            raise SpecdecError("target and draft have no token in common: use translate=True, which goes through text")
+        self.core = DraftCore(runner, context.batch, draft_capacity(context.capacity))
+        source = [self.counterpart.get(token, -1) for token in range(context.vocab_size)]
+        self.core.source = to_device(source, runner.device)
+        self.texts: dict[int, tuple[int, list[int]]] = {}  # row -> target tokens read so far, the draft's ids of them
+
+    @property
+    def uses_draft_model(self) -> bool:
+        return True
+
+    def cost(self) -> tuple[int, float]:
+        return self.core.cost()
+
+    def close(self) -> None:
+        self.core.close()
+
+    def begin(self, row: int, prompt: Tokens) -> None:
+        self.core.begin(row, [])
+        self.texts.pop(row, None)
+
+    def accept(self, row: int, n_accepted: int, is_other: bool) -> None:
+        if not is_other:
+            self.core.accept(row, n_accepted)
+
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        inner = [self._inner(r) for r in requests]
+        limits = [self.core.room(r, self.settings.n_max) if r.last >= 0 else 0 for r in inner]
+        work = [(r, n) for r, n in zip(inner, limits, strict=True) if n > 0]
+        if not work:
+            return empty_like(requests)
+        stops = Stops(self.settings.p_min, self.settings.n_min, self.settings.top_n)
+        outer = [r for r, n in zip(requests, limits, strict=True) if n > 0]
+        k = max(n for _, n in work)
+        proposal = self.core.propose([r for r, _ in work], k, stops, self.context.vocab_size, outer)
+        drafts = {r.row: proposal.draft(r.row, n, self.name) for r, n in work}
+        return [drafts.get(r.row, Draft()) for r in requests]
+
+    def _inner(self, request: DraftRequest) -> DraftRequest:
+        """Return the row in the draft's ids, at the target's position; last < 0: the draft sees no text yet."""
+        known, ids = self.texts.get(request.row, (0, []))
+        new = [*map(int, request.tokens[known:]), int(request.last)]
+        ids += self._translated(new, whole=known == 0)
+        self.texts[request.row] = len(request.tokens) + 1, ids
+        return replace(request, tokens=ids[:-1], last=ids[-1] if ids else -1)
+
+    def _translated(self, tokens: Sequence[int], whole: bool) -> list[int]:
+        """Return the draft's ids of new tokens; whole: they are a row's first ones, and one text."""
+        ids: list[int] = []
+        for is_common, run in groupby(tokens, lambda token: not whole and token in self.counterpart):
+            part = list(run)
+            ids += [self.counterpart[token] for token in part] if is_common else self._through_text(part, whole)
+        return ids
+
+    def _through_text(self, tokens: Sequence[int], whole: bool) -> list[int]:
+        target: Any = self.context.tokenizer
+        draft: Any = self.context.draft_tokenizer
+        text = target.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return [int(i) for i in draft(text.strip("�"), add_special_tokens=whole)["input_ids"]]
+
+
+def counterparts(target: Any, draft: Any, size: int, draft_size: int) -> dict[int, int]:
+    """Map the target's ids to the draft's ids of the same text, one to one: all below the models' sizes.
+
+    Texts are compared as the vocabularies have them, with one sign for a space; the two EOS tokens are one.
+    """
+    theirs: dict[str, int] = {}
+    for text, i in sorted(draft.get_vocab().items(), key=lambda item: item[1]):
+        if i < draft_size:
+            theirs.setdefault(_plain(text), i)
+    found: dict[int, int] = {}
+    for text, i in sorted(target.get_vocab().items(), key=lambda item: item[1]):
+        match = theirs.pop(_plain(text), None) if i < size else None
+        if match is not None:
+            found[int(i)] = int(match)
+    ends = target.eos_token_id, draft.eos_token_id
+    if None not in ends and ends[0] not in found and ends[1] not in found.values() and ends[1] < draft_size:
+        found[ends[0]] = ends[1]
+    return found
+
+
+def _plain(text: str) -> str:
+    for sign in SPACES:
+        text = text.replace(sign, " ")
+    return text
