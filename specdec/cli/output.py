@@ -27,7 +27,8 @@ from specdec.research.loops import loop_share
 from specdec.stats import RATES
 
 LOG_EVERY = 30.0  # seconds between lines of progress off a terminal
-WIDTH = 120  # of tables where the output is not a terminal
+LONGEST_NAME = 24  # of a word in a table's first column that is always whole
+WIDTH = 160  # of tables where the output is not a terminal
 
 
 def stdout() -> Console:
@@ -146,13 +147,18 @@ def table(*columns: str, title: str | None = None, whole_names: bool = False) ->
     """A table whose first column holds names and the others numbers. whole_names: never cut or wrap the names."""
     made = Table(title=title, title_justify="left", header_style="bold", min_width=len(title or ""))
     for i, column in enumerate(columns):
-        made.add_column(column, justify="left" if i == 0 else "right", no_wrap=whole_names and i == 0)
+        # Numbers are never cut: what does not fit is broken.
+        justify: Any = "left" if i == 0 else "right"
+        overflow: Any = "ellipsis" if i == 0 else "fold"
+        made.add_column(column, justify=justify, overflow=overflow, no_wrap=whole_names and i == 0)
     return made
 
 
 def rendered(made: tables.Table, styles: Sequence[str] = (), whole_names: bool = True) -> Table:
     """A table of figures; styles: of its rows."""
     shown = table(*made.heads, title=made.title, whole_names=whole_names)
+    words = [word for row in made.rows for word in row[0].split()]
+    shown.columns[0].min_width = min(LONGEST_NAME, max(map(len, words), default=1))
     for i, row in enumerate(made.rows):
         shown.add_row(*map(escape, row), style=styles[i] if styles else "")
     return shown

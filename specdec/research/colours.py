@@ -8,6 +8,7 @@ that it keeps it from run to run.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 STRATEGY_COLOURS = {
     "draft-model": "#332288", "prompt-lookup": "#CC6677", "suffix": "#117733", "ngram-mod": "#DDCC77",
@@ -15,6 +16,17 @@ STRATEGY_COLOURS = {
     "ngram-map-k4v": "#AA4499", "early-exit": "#D55E00", "recycling": "#0072B2",
     "rest": "#56B4E9", "lookahead": "#F0E442",
 }  # fmt: skip
+# Grounds and texts of pages, light and dark: every text has a contrast of at least 4.5 : 1 to every ground.
+GROUNDS = {
+    "ground": ("#ffffff", "#14171a"), "panel": ("#f3f4f6", "#22272e"), "good": ("#dafbe1", "#12361f"),
+    "bad": ("#ffebe9", "#4a1518"), "warn": ("#fff8c5", "#3b3000"),
+}  # fmt: skip
+TEXTS = {
+    "text": ("#1c1e21", "#eceff2"), "quiet": ("#4f5660", "#b4bcc6"), "rejected": ("#a40e26", "#ffb3ad"),
+    "untested": ("#7a3b12", "#e8b98a"),
+}  # fmt: skip
+LINES = {"line": ("#d0d7de", "#444c56")}
+FILLS = (0.62, 0.085)  # luminance of a strategy's fill behind text, in the light and the dark scheme
 TARGET = "#888888"  # the target's own tokens, and plain decoding
 MARKERS = "osD^vP*X<>hd"
 READABLE = 0.18  # luminance with a contrast of 4.5 : 1 to black and to white
@@ -43,8 +55,39 @@ def tint(colour: str, share: float = 0.7) -> str:
 
 def on_any_ground(colour: str) -> str:
     """The colour as text that is readable on black and on white."""
+    return with_luminance(colour, READABLE)
+
+
+def with_luminance(colour: str, wanted: float) -> str:
+    """The colour with as much white or black as gives it a luminance."""
     shares = [i / 50 for i in range(-50, 51)]
-    return tint(colour, min(shares, key=lambda s: (abs(luminance(tint(colour, s)) - READABLE), abs(s))))
+    return tint(colour, min(shares, key=lambda s: (abs(luminance(tint(colour, s)) - wanted), abs(s))))
+
+
+def page_style(strategies: Sequence[str] = ()) -> str:
+    """CSS variables of a page in its light and its dark scheme; `.s0`, `.s1`, ... are the strategies."""
+    named = GROUNDS | TEXTS | LINES
+    light, dark = (" ".join(f"--{name}: {pair[i]};" for name, pair in named.items()) for i in (0, 1))
+    fills = [[f".s{i} {{ --fill: {fill(name, dark)}; }}" for i, name in enumerate(strategies)] for dark in (0, 1)]
+    lines = [f".s{i} {{ --own: {on_any_ground(colour_of(name))}; }}" for i, name in enumerate(strategies)]
+    return (
+        f":root {{ color-scheme: light dark; {light} }}\n"
+        + "\n".join([*lines, *fills[0]])
+        + f"\n@media (prefers-color-scheme: dark) {{\n:root {{ {dark} }}\n"
+        + "\n".join(fills[1])
+        + "\n}\n"
+    )
+
+
+def fill(strategy: str, dark: bool | int = False) -> str:
+    """The ground behind a strategy's tokens on a page."""
+    return with_luminance(colour_of(strategy), FILLS[bool(dark)])
+
+
+def contrast(a: str, b: str) -> float:
+    """Contrast of two colours as WCAG defines it, from 1 to 21."""
+    high, low = sorted((luminance(a), luminance(b)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
 
 
 def luminance(colour: str) -> float:

@@ -90,7 +90,7 @@ def test_html_in_prompts_names_and_tokens_stays_text(trace: Trace) -> None:
     page = Reader(html)
     assert [text for _, text in page.all("span", "prompt")] == [row.prompt_text for row in trace.rows]
     assert page.all("title")[0][1] == page.all("h1")[0][1] == HOSTILE
-    assert page.all("h2")[0][1].startswith(f"row 0 · {HOSTILE} · <b>x")
+    assert page.all("h2")[0][1].startswith(f"row 0 · prompt {HOSTILE} · category <b>x")
 
 
 def test_the_check_for_html_rejects_a_page_that_does_not_escape(trace: Trace, monkeypatch: pytest.MonkeyPatch) -> None:

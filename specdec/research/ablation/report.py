@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import html
 import io
+import re
 import unicodedata
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -19,21 +20,29 @@ from specdec.errors import SpecdecError
 from specdec.research.ablation.table import Row
 from specdec.research.ablation.tables import category_table, comparison_table, loop_warning, settings_table
 from specdec.research.bench.tables import Table
+from specdec.research.colours import page_style
 
 SHOWN_TEXT = 400  # characters of a prompt's end and of an output
 SHOWN_DIFFERENCES, SHOWN_ROWS, MANY_SETTINGS = 20, 8, 8
 EVERY_ROW_FAILED = "Every row failed: there are no figures and no plots"
+INTERVAL = re.compile(r"^([\d.-]+ )(\([\d.-]+\))$")  # is broken before it, never inside
 STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2em auto; padding: 0 1em; color: #1b1f24; }
-h1 { font-size: 1.6em; } h2 { font-size: 1.2em; margin-top: 2em; border-bottom: 1px solid #d0d7de; }
-table { border-collapse: collapse; font-size: 13px; } th, td { padding: 4px 10px; border-bottom: 1px solid #d8dee4; }
-th { text-align: right; background: #f6f8fa; } td { text-align: right; white-space: nowrap; }
-th:first-child, td:first-child, td.text { text-align: left; } td.text { white-space: normal; }
-.scroll { overflow-x: auto; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 1400px; margin: 0 auto; padding: 1em; overflow-wrap: anywhere;
+  color: var(--text); background: var(--ground); }
+p, pre, h1, h2 { max-width: 1100px; }
+h1 { font-size: 1.6em; } h2 { font-size: 1.2em; margin-top: 2em; border-bottom: 1px solid var(--line); }
+table { border-collapse: collapse; font-size: 13px; overflow-wrap: normal; }
+th, td { padding: 4px 8px; border-bottom: 1px solid var(--line); text-align: right; vertical-align: top; }
+th { background: var(--panel); }
+th:first-child, td:first-child { text-align: left; min-width: 9em; }
+.scroll { overflow-x: auto; } .whole { white-space: nowrap; }
 .banner { padding: .6em 1em; border-radius: 6px; font-weight: 600; }
-.good { background: #dafbe1; } .bad { background: #ffebe9; color: #a40e26; } .warn { background: #fff8c5; }
-pre { background: #f6f8fa; padding: .8em; overflow-x: auto; white-space: pre-wrap; font-size: 12px; }
-img { max-width: 100%; } figure { margin: 1em 0; } figcaption { font-weight: 600; }
+.good { background: var(--good); } .bad { background: var(--bad); color: var(--rejected); }
+.warn { background: var(--warn); }
+pre { background: var(--panel); padding: .8em; overflow-x: auto; white-space: pre-wrap; font-size: 12px; }
+img { max-width: 100%; min-width: 700px; background: white; border-radius: 6px; }
+figure { margin: 1em 0; } figcaption { font-weight: 600; }
+summary { cursor: pointer; } summary + p { color: var(--quiet); }
 """
 
 
@@ -43,7 +52,8 @@ def render(manifest: Mapping[str, Any], rows: Sequence[Row], summary: Mapping[st
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
         'img-src data:">'
-        f"<title>specdec ablation</title><style>{STYLE}</style></head><body>"
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>specdec ablation</title><style>{page_style()}{STYLE}</style></head><body>"
     )
     config = yaml.safe_dump(manifest["config"], sort_keys=False, allow_unicode=True)
     sections = {
@@ -110,9 +120,13 @@ def _table(table: Table, bad: Collection[int] = ()) -> str:
     head = "".join(f"<th>{text(name)}</th>" for name in table.heads)
     body = ""
     for i, row in enumerate(table.rows):
-        cells = "".join(f"<td>{text(cell)}</td>" for cell in row)
+        cells = "".join(f"<td>{INTERVAL.sub(_whole, text(cell))}</td>" for cell in row)
         body += f"<tr class='{'bad' * (i in bad)}'>{cells}</tr>"
     return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
+
+
+def _whole(found: re.Match[str]) -> str:
+    return f'{found[1]}<span class="whole">{found[2]}</span>'
 
 
 def _settings(summary: Mapping[str, Any]) -> str:
@@ -145,8 +159,8 @@ def _plots(rows: Sequence[Row]) -> list[str]:
         figure.savefig(buffer, format="png", dpi=120)
         image = base64.b64encode(buffer.getvalue()).decode()
         made.append(
-            f'<figure><figcaption>{text(title)}</figcaption><img alt="{text(title)}" '
-            f'src="data:image/png;base64,{image}"></figure>'
+            f'<figure><figcaption>{text(title)}</figcaption><div class="scroll"><img alt="{text(title)}" '
+            f'src="data:image/png;base64,{image}"></div></figure>'
         )
     return made
 

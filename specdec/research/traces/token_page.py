@@ -18,30 +18,34 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from specdec.decoding.result import Round
-from specdec.research.colours import colour_of, tint
+from specdec.research.colours import page_style
 from specdec.research.traces.rounds import Piece, pieces_of
 
 if TYPE_CHECKING:
     from specdec.research.traces.trace import Trace
 
 STYLE = """
-:root { color-scheme: light; font: 15px/1.6 system-ui, sans-serif; }
-body { margin: 0; padding: 1rem 1.5rem 9rem; color: #1c1e21; background: #fff; }
+body { margin: 0; padding: 1rem 1.5rem 9rem; color: var(--text); background: var(--ground);
+  font: 15px/1.6 system-ui, sans-serif; overflow-wrap: anywhere; }
 h1 { font-size: 1.25rem; margin: 0 0 .25rem; }
-h2 { font-size: .95rem; margin: 1.25rem 0 .25rem; color: #555; }
-.facts, form { color: #555; margin: .25rem 0; }
-form label { margin-right: 1rem; }
+h2 { font-size: .95rem; margin: 1.25rem 0 .25rem; color: var(--quiet); }
+.facts, form { color: var(--quiet); margin: .25rem 0; }
+form label { margin-right: 1rem; display: inline-block; }
+form select { max-width: 75vw; }
+form span { color: var(--text); background: var(--fill); padding: 1px 4px; border-radius: 3px; }
+form del { color: var(--rejected); }
 .text { white-space: pre-wrap; overflow-wrap: anywhere; font: 14px/1.9 ui-monospace, monospace; }
-.prompt { color: #888; }
-.t, .d { border-radius: 3px; padding: 1px 0; outline-offset: 1px; }
-.t + .t { border-left: 1px solid #fff; }
-.t:hover, .t:focus, .d:hover, .d:focus { outline: 2px solid #333; }
-.d { text-decoration: line-through; color: #a11; opacity: .7; font-size: .85em; margin: 0 1px; }
-.d.untested { opacity: .45; }
-.off { background: none; opacity: .35; }
+.prompt { color: var(--quiet); }
+.t, .d { border-radius: 3px; padding: 1px 0; outline-offset: 1px; background: var(--fill, transparent); }
+.t + .t { border-left: 1px solid var(--ground); }
+.t:hover, .t:focus, .d:hover, .d:focus { outline: 2px solid var(--text); }
+.d { text-decoration: line-through; color: var(--rejected); background: transparent; font-size: .85em; margin: 0 1px;
+  border-bottom: 2px solid var(--own, transparent); border-radius: 0; }
+.d.untested { color: var(--untested); border-bottom-style: dotted; }
+.off { background: transparent; color: var(--quiet); border-color: transparent; }
 .gone { display: none; }
 #panel { position: fixed; left: 0; right: 0; bottom: 0; max-height: 8.5rem; overflow: auto; margin: 0;
-  padding: .5rem 1.5rem; background: #f3f4f6; border-top: 1px solid #bbb; white-space: pre-wrap;
+  padding: .5rem 1.5rem; background: var(--panel); border-top: 1px solid var(--line); white-space: pre-wrap;
   font: 13px/1.5 ui-monospace, monospace; }
 """
 
@@ -82,7 +86,7 @@ OWN = "-"  # the target in the strategies' filter
 
 def page(trace: Trace, title: str) -> str:
     """The whole file."""
-    style = STYLE + "".join(f".s{i} {{ background: {tint(colour_of(n))}; }}\n" for i, n in enumerate(trace.strategies))
+    style = page_style(trace.strategies) + STYLE
     policy = f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(SCRIPT)}'; base-uri 'none'"
     body = "\n".join(_section(trace, i) for i in range(len(trace.rows)))
     return (
@@ -127,7 +131,7 @@ def _filters(trace: Trace) -> str:
         for i, name in enumerate(trace.strategies)
     ]
     boxes.append(f'<label><input type="checkbox" name="strategy" value="{OWN}" checked> the target itself</label>')
-    boxes.append('<label><input type="checkbox" id="rejected" checked> <del>rejected drafts</del></label>')
+    boxes.append('<label><input type="checkbox" id="rejected" checked> <del>rejected</del>, dotted: not tested</label>')
     options = "".join(f'<option value="{i}">{i} {escape(row.id)}</option>' for i, row in enumerate(trace.rows))
     rows = f'<label>row <select id="row"><option value="">all</option>{options}</select></label>'
     return f'<form id="filters">{rows} {"".join(boxes)}</form>'
@@ -135,7 +139,8 @@ def _filters(trace: Trace) -> str:
 
 def _section(trace: Trace, index: int) -> str:
     row = trace.rows[index]
-    about = " · ".join(part for part in (f"row {index}", row.id, row.category, row.finish_reason) if part)
+    named = {"row": str(index), "prompt": row.id, "category": row.category, "ended by": row.finish_reason}
+    about = " · ".join(f"{name} {value}" for name, value in named.items() if value)
     prompt = row.prompt_text or " ".join(trace.text_of(t) for t in row.prompt)
     spans = "".join(_spans(trace, index))
     return (
