@@ -136,9 +136,8 @@ class LoadedPair:
         config = pair_config(target, draft, options)
         plans, tokenizers, report = _plan_pair(config, translate)
         models = [plan.model() if shelf is None else plan.shared(shelf) for plan in plans]
-        for model, name, revision in zip(
-            models, (config.target, config.draft), (config.revision, config.draft_revision), strict=False
-        ):
+        names = ((config.target, config.revision), (config.draft, config.draft_revision))
+        for model, (name, revision) in zip(models, names, strict=False):
             note_name(model, name, revision)
         both = len(models) == 2
         return LoadedPair(
@@ -180,22 +179,7 @@ def pair_config(target: str | Path, draft: str | Path | None, options: Mapping[s
 def _plan_pair(config: PairConfig, translate: bool) -> tuple[list[_Plan], list[Any], PairReport]:
     """Return plans and tokenizers of the models, target first, and the pair's report. Loads no weights."""
     check_attention(config.attn_implementation)
-    home = pick_device(config.device)
-    trust = config.trust_remote_code
-    plans = [
-        _Plan.make(
-            "target", config.target, home, config.dtype, config.revision, trust, config.quantization_config,
-            config.device_map,
-        )
-    ]  # fmt: skip
-    if config.draft is not None:
-        where = home if config.draft_device is None else pick_device(config.draft_device)
-        plans.append(
-            _Plan.make(
-                "draft", config.draft, where, config.draft_dtype, config.draft_revision, trust,
-                config.draft_quantization_config, None,
-            )
-        )  # fmt: skip
+    plans = [_Plan.make(config, role) for role in ("target", "draft") if getattr(config, role) is not None]
     report = PairReport.make([plan.facts for plan in plans])
     tokenizers = [plan.tokenizer() for plan in plans]
     if config.draft is not None:
@@ -216,12 +200,15 @@ class _Plan:
     facts: ModelFacts
 
     @staticmethod
-    def make(
-        role: str, name: str | Path, device: torch.device, dtype: Any, revision: str | None, trust: bool,
-        quantization: Any, device_map: Any,
-    ) -> _Plan:  # fmt: skip
+    def make(pair: PairConfig, role: str) -> _Plan:
+        """The plan for the pair's target or draft, which runs beside the target unless a device is named."""
+        prefix = "" if role == "target" else "draft_"
+        names = ("device", "dtype", "revision", "quantization_config")
+        device, dtype, revision, quantization = (getattr(pair, prefix + name) for name in names)
+        name, device = getattr(pair, role), pick_device(pair.device if device is None else device)
         source = Source.parse(name)
-        common = {"trust_remote_code": trust, **({"revision": revision} if revision else {}), **source.arguments}
+        common = {"trust_remote_code": pair.trust_remote_code, **({"revision": revision} if revision else {})}
+        common |= source.arguments
         where = f"{role} {name}"
         if source.folder is not None and not source.gguf:
             try:
@@ -232,7 +219,9 @@ class _Plan:
             config = AutoConfig.from_pretrained(source.path, **common)
         check_model_kind(config, role)
         chosen = _choose_dtype(dtype, config, device, role)
-        extra: dict[str, Any] = {"device_map": device_map} if device_map is not None else {}
+        extra: dict[str, Any] = {}
+        if role == "target" and pair.device_map is not None:
+            extra["device_map"] = pair.device_map
         if source.gguf and quantization is None:
             quantization = _dequantize(str(name))
         if quantization is not None:
