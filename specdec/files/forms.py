@@ -81,6 +81,11 @@ def check(value: Any, form: Any, where: str) -> None:
         raise SpecdecError(f"{where}: {place or 'the document'}: {fault}")
 
 
+def check_fields(part: Any, form: Mapping[str, Any], where: str) -> None:
+    """Likewise for a dataclass whose fields came from a document; lists arrive as tuples."""
+    check({k: list(v) if isinstance(v, tuple) else v for k, v in vars(part).items()}, form, where)
+
+
 def _fault(value: Any, form: Any, place: str) -> tuple[str, str] | None:
     """The place that does not fit, and what is wrong with it."""
     if isinstance(form, Leaf):

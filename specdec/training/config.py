@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from specdec.config import from_dict, load_yaml
 from specdec.errors import SpecdecError, unknown_name
-from specdec.files.forms import BOOL, INTEGER, TEXT, Maybe, OneOf, check, number, whole
+from specdec.files.forms import BOOL, INTEGER, TEXT, Maybe, OneOf, check_fields, number, whole
 from specdec.files.texts import expanded
 from specdec.research.prompts.choice import DataConfig
 from specdec.training.losses import LOSSES
@@ -56,7 +56,7 @@ class TrainingData(DataConfig):
             "temperature": number(0.0),
             "batch_size": whole(1),
         }
-        _check(self, form, "data")
+        check_fields(self, form, "data")
         sources = [name for name in ("dataset", "texts", "answers") if getattr(self, name)]
         if len(sources) != 1:
             raise SpecdecError("data: give prompts by one of dataset, texts and answers")
@@ -76,7 +76,7 @@ class HeadStart:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _check(self, {"checkpoint": Maybe(TEXT), "draft_vocab_size": Maybe(whole(1)), "options": {}}, "head")
+        check_fields(self, {"checkpoint": Maybe(TEXT), "draft_vocab_size": Maybe(whole(1)), "options": {}}, "head")
         if self.checkpoint is not None and self.draft_vocab_size is not None:
             raise SpecdecError("head: draft_vocab_size is the checkpoint's; leave it out")
 
@@ -95,7 +95,7 @@ class DraftStart:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _check(self, {"checkpoint": Maybe(TEXT), "layers": Maybe([whole()]), "options": {}}, "draft")
+        check_fields(self, {"checkpoint": Maybe(TEXT), "layers": Maybe([whole()]), "options": {}}, "draft")
         if sum([self.checkpoint is not None, self.layers is not None, bool(self.options)]) != 1:
             raise SpecdecError("draft: say where it starts from by one of checkpoint, layers and options")
 
@@ -114,7 +114,7 @@ class ExitStart:
     checkpoint: str | None = None
 
     def __post_init__(self) -> None:
-        _check(self, {"layers": Maybe(whole(1)), "rank": Maybe(whole(1)), "checkpoint": Maybe(TEXT)}, "exit")
+        check_fields(self, {"layers": Maybe(whole(1)), "rank": Maybe(whole(1)), "checkpoint": Maybe(TEXT)}, "exit")
         if (self.layers is None) == (self.checkpoint is None) or (self.checkpoint and self.rank):
             raise SpecdecError("exit: give layers (and rank), or a checkpoint, which has both")
 
@@ -147,7 +147,7 @@ class Optimiser:
             "final": number(0.0, 1.0),
             "clip": number(0.0),
         }
-        _check(self, form, "optimiser")
+        check_fields(self, form, "optimiser")
         if len(self.betas) != 2:
             raise SpecdecError(f"optimiser: betas must be two numbers, got {list(self.betas)}")
 
@@ -220,7 +220,7 @@ class TrainingConfig:
             "eval_tokens": whole(),
             "checkpoint_every": whole(1),
         }
-        _check(self, form, "the config")
+        check_fields(self, form, "the config")
 
     @property
     def folder(self) -> Path:
@@ -252,9 +252,3 @@ def load_training(path: str | Path, kind: str, **changes: Any) -> TrainingConfig
 def content_hash(value: Any) -> str:
     """A short hash of plain data."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _check(part: Any, form: Mapping[str, Any], where: str) -> None:
-    """Raise SpecdecError for a field that is not as `form` has it; lists arrive as tuples."""
-    values = {f.name: getattr(part, f.name) for f in fields(part)}
-    check({k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}, form, where)

@@ -10,9 +10,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
-from specdec.config import as_list, check_number, check_whole, from_dict
+from specdec.config import as_list, from_dict
 from specdec.drafters.costs import CONTEXTS, WIDTHS, check_axes
 from specdec.errors import SpecdecError
+from specdec.files.forms import BOOL, Maybe, OneOf, check_fields, number, whole
 from specdec.research.models.choice import ModelChoice
 
 T = TypeVar("T")
@@ -33,7 +34,7 @@ class DataChoice:
     longest: int = 512
 
     def __post_init__(self) -> None:
-        check_whole("data: longest", self.longest, 1)
+        check_fields(self, {"longest": whole(1), "seed": whole()}, "data")
 
 
 @dataclass(frozen=True)
@@ -58,13 +59,11 @@ class Scenario:
     share: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("batch", "prompts", "max_new_tokens", "repeats"):
-            check_whole(f"scenario: {name}", getattr(self, name), 1)
-        if self.context is not None:
-            check_whole("scenario: context", self.context, 1)
+        counts = dict.fromkeys(("batch", "prompts", "max_new_tokens", "repeats"), whole(1))
+        form = {**counts, "context": Maybe(whole(1)), "share": number(0.0, 1e6), "ignore_eos": BOOL}
+        check_fields(self, form, "scenario")
         if self.prompts % self.batch:
             raise SpecdecError(f"scenario: {self.prompts} prompts do not fill calls of {self.batch} rows")
-        check_number("scenario: share", self.share, 0.0, 1e6)
 
 
 @dataclass(frozen=True)
@@ -78,9 +77,7 @@ class PassChoice:
     lengths: tuple[int, ...] = (512,)
 
     def __post_init__(self) -> None:
-        for name in ("batches", "widths", "lengths"):
-            for value in getattr(self, name):
-                check_whole(f"passes: {name}", value, 1)
+        check_fields(self, {name: [whole(1)] for name in ("batches", "widths", "lengths")}, "passes")
 
 
 @dataclass(frozen=True)
@@ -94,8 +91,7 @@ class ProfileChoice:
     skip: int = 3
 
     def __post_init__(self) -> None:
-        check_whole("profile: rounds", self.rounds, 1)
-        check_whole("profile: skip", self.skip, 0)
+        check_fields(self, {"rounds": whole(1), "skip": whole()}, "profile")
 
 
 @dataclass(frozen=True)
@@ -111,7 +107,7 @@ class CostChoice:
 
     def __post_init__(self) -> None:
         check_axes(self.batches, self.contexts, self.widths, 1)
-        check_whole("costs: repeats", self.repeats, 1)
+        check_fields(self, {"repeats": whole(1)}, "costs")
 
 
 @dataclass(frozen=True)
@@ -131,8 +127,7 @@ class Target:
     def __post_init__(self) -> None:
         if (self.at_least is None) == (self.at_most is None):
             raise SpecdecError(f"target {self.value!r}: give at_least or at_most, one of them")
-        if self.best not in ("max", "min"):
-            raise SpecdecError(f"target {self.value!r}: best must be max or min, got {self.best!r}")
+        check_fields(self, {"best": OneOf(("max", "min"))}, f"target {self.value!r}")
 
     @property
     def divisors(self) -> list[str]:
@@ -166,8 +161,7 @@ class BenchConfig:
         for name, options in self.contenders.items():
             if not isinstance(options, Mapping) or "kind" not in options or SEPARATOR in name:
                 raise SpecdecError(f"contender {name!r}: expected options with a kind, and a name without {SEPARATOR}")
-        if self.minutes is not None:
-            check_number("minutes", self.minutes, 0.0, 1e6)
+        check_fields(self, {"minutes": Maybe(number(0.0, 1e6))}, "the benchmark")
         self._check_names()
 
     def _check_names(self) -> None:
