@@ -274,11 +274,7 @@ class Call:
 
 def _warning(name: str, tally: Tally, drafter: Any) -> str:
     """Say that a strategy's drafts are hardly ever accepted, and what to look at."""
-    hint = (
-        "Look at the pair (one tokenizer and vocabulary, a chat template that both were trained with), at the draft "
-        "(the right checkpoint, trained, in a dtype that keeps it whole) and at the temperature; "
-        "specdec.research.traces.monitor tells causes apart."
-    )
+    hint = drafter.likely_causes
     if not drafter.runs_a_model:
         hint = 'This text repeats little: leave the strategy out, or let draft_length="auto" pass it over.'
     return (

@@ -220,6 +220,12 @@ class Drafter:
     """
 
     name: str = field(init=False, default="")
+    # What to look at where hardly anything that it proposes is accepted.
+    likely_causes = (
+        "Look at the pair (one tokenizer and vocabulary, a chat template that both were trained with), at the draft "
+        "(the right checkpoint, trained, in a dtype that keeps it whole) and at the temperature; "
+        "specdec.research.traces.monitor tells causes apart."
+    )
 
     # -- what every strategy has -----------------------------------------------------------------------------------
 

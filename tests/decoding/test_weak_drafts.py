@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from specdec import Draft, SpeculativeDecoder
+from specdec import Draft, EarlyExit, SpeculativeDecoder
+from specdec.drafters import Eagle3
 from specdec.drafters.base import RowDrafter
 from specdec.stats import Counters, DraftWarning, RoundRecord, Stats
+from tests.helpers.eagle3 import random_head
 from tests.helpers.playing import Scripted, random_ids, rest_of, right_until
 from tests.helpers.tiny import tiny_model
 
@@ -60,6 +62,20 @@ def test_an_unrelated_draft_model_is_named(strategies: Any, options: dict[str, A
     assert text.startswith("strategy 'draft-model' contributes nothing: ")
     assert PAIR in text
     assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("strategy", "cause"),
+    [("early-exit", "train an adapter"), ("eagle3", "layer_ids has two conventions")],
+)
+def test_every_strategy_that_runs_a_model_names_its_own_causes(strategy: str, cause: str) -> None:
+    target = tiny_model("llama", vocab=V, seed=0, num_hidden_layers=12, initializer_range=0.5)
+    head = random_head(vocab_size=V, draft_vocab_size=V, hidden_size=32, target_hidden_size=32, head_dim=8)
+    drafter = EarlyExit(layers=1, n_max=2) if strategy == "early-exit" else Eagle3(head=head, n_max=2)
+    [text] = said([drafter], pair=SpeculativeDecoder(target, check=False))
+    assert text.startswith(f"strategy '{strategy}' contributes nothing: ")
+    assert cause in text
+    assert PAIR not in text
 
 
 def wrong(ids: list[int]) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -14,16 +15,18 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from accelerate import Accelerator
 
 from specdec import SpecdecError, SpeculativeDecoder
 from specdec.drafters import Eagle3
 from specdec.drafters.eagle3 import load_head
+from specdec.models.loading import LoadedPair
 from specdec.training import answers as answers_module
 from specdec.training import loop as loop_module
 from specdec.training.answers import Plan, parse_part, read_answers, write_answers
 from specdec.training.config import TrainingConfig
 from specdec.training.features import Live, Stored, order, store
-from specdec.training.run import run_training
+from specdec.training.run import make_task, run_training
 from specdec.training.schedule import factor
 from tests.helpers.tiny import tiny_model
 from tests.helpers.training import DRAFT, HEAD, config_of, log_of, save_target, settings
@@ -244,6 +247,39 @@ def test_a_killed_process_resumes_to_the_same_curve(tmp_path: Path, target: Path
         process.wait()
     assert start("killed").wait(300) == 0
     assert log_of(tmp_path / "killed") == log_of(tmp_path / "whole")
+
+
+@pytest.mark.full
+def test_training_takes_at_most_15_percent_longer_than_a_plain_loop(tmp_path: Path) -> None:
+    """CPU time of steps, one of each in turn, with the same batches and optimiser."""
+    values = settings(Path("demo-target"), tmp_path, head={}, batch=4, sequence_length=96, steps=100)
+    config = config_of(tmp_path / "c.yaml", "eagle3", values | {"target": "demo-target"})
+    pair = LoadedPair.load("demo-target", device="cpu")
+    texts = [answers_module.Answer(tuple(range(3 + i, 99 + i)), 8) for i in range(8)]
+    tasks = [make_task("eagle3", config, pair.target.requires_grad_(False), None, texts) for _ in range(2)]
+    source = Live(pair.target, tasks[0].layers, texts)
+    loop = loop_module.Loop(config, Accelerator(cpu=True), tasks[0], source, 8, dict, "")
+    module = tasks[1].module.train()
+    trained = [p for p in module.parameters() if p.requires_grad]
+    optimiser = torch.optim.AdamW(trained, lr=config.optimiser.lr, betas=config.optimiser.betas)
+    chosen = [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+    def plain(step: int) -> None:
+        module(source(chosen[step % 2])).loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, config.optimiser.clip)
+        optimiser.step()
+        optimiser.zero_grad()
+
+    steps = {"loop": lambda step: loop._step(iter([chosen[step % 2]])), "plain": plain}
+    spent: dict[str, list[float]] = {"loop": [], "plain": []}
+    for step in range(12):
+        for name, run in steps.items():
+            started = time.process_time()
+            run(step)
+            spent[name].append(time.process_time() - started)
+    ours, theirs = (statistics.median(spent[name][2:]) for name in ("loop", "plain"))
+    print(f"training step: {ours:.3f} s, plain loop: {theirs:.3f} s, ratio {ours / theirs:.3f}")
+    assert ours < 1.15 * theirs
 
 
 # -- drafts ------------------------------------------------------------------------------------------------------------

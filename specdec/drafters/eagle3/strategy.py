@@ -86,6 +86,11 @@ class Eagle3(Drafter):
     depth: int = 7
     config: Mapping[str, Any] = field(default_factory=dict)
     name: str = field(init=False, default="eagle3")
+    likely_causes = (
+        "Look at the head: was it trained for this target and chat template, does it observe the layers that it was "
+        "trained on (layer_ids has two conventions), are norm_output, fc_norm and rope_theta read as its trainer meant "
+        "them (the call's provenance says how, under notes; `config` overrides it)? docs/eagle.md names the traps."
+    )
 
     _head: EagleHead = field(init=False, repr=False, compare=False)
     _notes: tuple[str, ...] = field(init=False, repr=False, compare=False, default=())

@@ -53,6 +53,10 @@ class EarlyExit(Drafter):
     top_n: int | None = None
     resume: bool = True
     name: str = field(init=False, default="early-exit")
+    likely_causes = (
+        "A model that was not trained for early exit says little after its first layers: train an adapter (specdec "
+        "train exit), search for layers that it can do without (--search), or let more layers draft."
+    )
 
     _adapter: ExitAdapter | None = field(init=False, repr=False, compare=False, default=None)
     _core: SharedCore = field(init=False, repr=False, compare=False)
