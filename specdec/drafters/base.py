@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from specdec.models.runner import PassOutput, Runner
 
 Tokens = Sequence[int] | np.ndarray
+COUPLED = ("coupled", "coupled-independent")  # proposals that are sampled with the target's own random numbers
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class RowSampling:
     """How the target is sampled in a row, so that a drafter's q is comparable with p.
 
     sampling: the call's pipeline from logits to scores
-    proposal: what the acceptance rule wants of model drafters: "argmax", "sample" or "coupled"
+    proposal: what the acceptance rule wants of model drafters (`AcceptanceRule.proposal`)
     processors: the row's text-reading processors, or None
     """
 
@@ -69,13 +70,18 @@ class RowSampling:
         return self.sampled
 
     @property
+    def independent(self) -> bool:
+        """True if siblings are independent samples of q; else they are sampled without replacement."""
+        return self.proposal in ("independent", "coupled-independent")
+
+    @property
     def purpose(self) -> Purpose:
-        """Purpose of the proposals' random numbers: the target's own under coupled."""
-        return Purpose.SAMPLE if self.proposal == "coupled" else Purpose.DRAFT
+        """Purpose of the proposals' random numbers: the target's own under coupled proposals."""
+        return Purpose.SAMPLE if self.proposal in COUPLED else Purpose.DRAFT
 
     def streams(self, noise: RowNoise) -> tuple[int, Purpose]:
-        """Return key and purpose of the proposals' random numbers: the target's under coupled, else new every round."""
-        return noise.key if self.proposal == "coupled" else noise.round_key, self.purpose
+        """Return key and purpose of the proposals' random numbers: the target's if coupled, else new every round."""
+        return noise.key if self.proposal in COUPLED else noise.round_key, self.purpose
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,11 @@ def streams(keys: Tensor, positions: Tensor, purpose: Purpose) -> Tensor:
     return fold(fold(keys, int(purpose)), positions)
 
 
+def sibling_stream(stream: Tensor, i: int) -> Tensor:
+    """Make the key of the i-th of several independent races at one place; the first has the place's own."""
+    return stream if i == 0 else fold(stream, i)
+
+
 def uniform(stream: Tensor) -> Tensor:
     """Make float32 numbers in (0, 1) from the upper 32 bits: near 0 they are as dense as float32 itself."""
     u = (_shift(stream, 32).to(torch.float32) + 0.5) * 2.0**-32

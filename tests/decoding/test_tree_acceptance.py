@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from specdec import theory
 from specdec.decoding.acceptance import COUPLED, LEVIATHAN, MATCH, AcceptanceRule, Block, judge
-from specdec.drafters.draft_model.tree import LEAST, plan_parents, sample_siblings
+from specdec.drafters.siblings import LEAST, sample_siblings
+from specdec.drafters.tree_plan import plan_parents
 from specdec.errors import SpecdecError
 from specdec.models.trees import Parents, Tree, chain_parents
 from specdec.sampling.sampling import Purpose, Sampling, exponential, fold, race, streams, uniform

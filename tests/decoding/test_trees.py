@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from specdec import Draft, DraftModel, DraftRequest, PromptLookup, SpecdecError, SpeculativeDecoder
-from specdec.drafters.draft_model.tree import parse_plan, plan_parents
+from specdec.drafters.tree_plan import parse_plan, plan_parents
 from specdec.models.runner import Runner, Shapes
 from specdec.models.trees import Tree, TreePass, depths_of, path_to
 from specdec.research.traces.trace import record

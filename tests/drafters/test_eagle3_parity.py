@@ -95,7 +95,7 @@ def tree_of(head: EagleHead, case: dict[str, Tensor], size: TreeSize) -> tuple[l
     embeddings = head.embed(case["tokens"][:, 1 : entries + 1])
     positions = torch.arange(entries)[None]
     logits, features = head(embeddings, case["aux"][:, :entries], positions, causal(entries), cache)
-    passes = TreePasses(head, MaskBuilder(head.config, RAGGED, torch.float32), cache, size, capacity)
+    passes = TreePasses(head, MaskBuilder(head.config, RAGGED, torch.float32), cache, size.widths, capacity)
     passes.start(features[:, -1], torch.tensor([entries]))
     tree = grow(logits[:, -1].log_softmax(-1), size, passes)
     return head.to_target(tree.tokens)[0].tolist(), tree.parents[0].tolist()

@@ -14,7 +14,7 @@ from torch import Tensor
 from specdec import SpecdecError, SpeculativeDecoder
 from specdec.decoding.result import Generation
 from specdec.drafters import Draft, DraftModel, DraftRequest, Eagle3, PromptLookup, make_drafters
-from specdec.drafters.eagle3 import EagleHead, TreeSize, export
+from specdec.drafters.eagle3 import EagleHead, TreeSize, export, planned_tree
 from specdec.drafters.eagle3 import strategy as strategy_module
 from specdec.models.runner import Runner, Shapes
 from specdec.sampling.sampling import race
@@ -182,7 +182,7 @@ def test_match_and_coupled_give_plain_decodings_text(acceptance: str) -> None:
     assert out.token_ids == plain.token_ids
 
 
-def sampled(n: int, **cuts: Any) -> tuple[Generation, Any]:
+def sampled(n: int, drafts: Any = None, acceptance: str = "leviathan", **cuts: Any) -> tuple[Generation, Any]:
     """n samples of three tokens, and the target. The prompt is computed once and kept. Three draft ids fewer than
     tokens: those have q = 0, and must come from the residual."""
     target = small_model(3, V)
@@ -191,7 +191,8 @@ def sampled(n: int, **cuts: Any) -> tuple[Generation, Any]:
     head.lm_head.weight.mul_(0.3)
     decoder = SpeculativeDecoder(target, check=False)
     options: dict[str, Any] = {
-        "strategies": [Eagle3(head, n_max=2)], "temperature": 0.8, "acceptance": "leviathan", "keep_state": True,
+        "strategies": [Eagle3(head, **(drafts or {"n_max": 2}))], "temperature": 0.8, "acceptance": acceptance,
+        "keep_state": True,
     }  # fmt: skip
     decoder.generate(PROMPT, max_new_tokens=1, **options, **cuts)
     out = decoder.generate(PROMPT, max_new_tokens=3, num_return_sequences=n, batch_size=250, **options, **cuts)
@@ -417,11 +418,127 @@ def test_trees_that_cannot_be_grown_are_refused(options: dict[str, int]) -> None
         Eagle3(head_for(tiny_model("llama")), **{"top_k": 4, "depth": 2} | options)
 
 
+# -- trees of a fixed shape --------------------------------------------------------------------------------------------
+
+PLAN: Any = [3, [2, 0, 1], 1]
+
+
+def slow_q(head: EagleHead, model: Any, ids: Sequence[int], path: Sequence[int], earlier: Sequence[int]) -> Tensor:
+    """q of the next sibling after a path of target ids [V], from the head computed anew for each token."""
+    embeddings, features = entries_of(head, model, ids)
+    for token in path:
+        out = from_scratch(head, embeddings, features)[1]
+        embeddings = torch.cat([embeddings, head.embed(torch.tensor([[token]]))], dim=1)
+        features = torch.cat([features, out[:, -1:]], dim=1)
+    logits = from_scratch(head, embeddings, features)[0][0, -1]
+    q = (head.over_target(logits, model.config.vocab_size, float("-inf")) / 0.9).softmax(-1)
+    q[list(earlier)] = 0
+    return q / q.sum()
+
+
+@pytest.mark.parametrize("acceptance", ["leviathan", "match"])
+def test_planned_trees_equal_the_slow_oracles(acceptance: str) -> None:
+    """Node by node: the q that it was sampled from, or the best tokens of that q; whatever the rounds before accepted,
+    in rows of different lengths."""
+    model, seen = tiny_model("llama"), 0
+    strategy = watched(head_for(model), tree=PLAN)
+    decoder = SpeculativeDecoder(model, check=False)
+    options: dict[str, Any] = {"temperature": 0.9, "acceptance": acceptance, "max_new_tokens": 7, "batch_size": 3}
+    decoder.generate(PROMPTS, strategies=[strategy], **options)
+    for ids, made in [(ids, made) for ids, made in strategy.made if len(ids) > 1][::3]:
+        tokens, parents = made.tokens.tolist(), list(made.parents)
+        paths = paths_of(tokens, parents)
+        for node, parent in enumerate(parents):
+            earlier = [tokens[i] for i in range(node) if parents[i] == parent]
+            q = slow_q(strategy.head, model, ids, paths[node][:-1], earlier)
+            if acceptance == "match":
+                assert tokens[node] == int(q.argmax())
+            else:
+                assert made.q is not None
+                torch.testing.assert_close(made.q[node], q, atol=1e-5, rtol=1e-4)
+            seen += 1
+    assert seen > 40
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_planned_trees_give_plain_decodings_text(batch: int) -> None:
+    model = tiny_model("llama")
+    decoder = SpeculativeDecoder(model, check=False)
+    plain = decoder.generate(PROMPTS, max_new_tokens=10, strategies=[])
+    texts = [prompt + ids for prompt, ids in zip(PROMPTS, plain.token_ids, strict=True)]
+    options: dict[str, Any] = {"strategies": [Eagle3(trained_head(model, texts), tree=PLAN)], "max_new_tokens": 10}
+    out = decoder.generate(PROMPTS, batch_size=batch, **options)
+    assert out.token_ids == plain.token_ids
+    assert out.stats.accepted_tokens > 8
+    for call in ({"acceptance": "match", "repetition_penalty": 1.3}, {"acceptance": "coupled", "top_p": 0.9}):
+        call |= {"temperature": 0.9, "seed": 5}
+        plain = decoder.generate(PROMPTS, max_new_tokens=10, strategies=[], **call)
+        assert decoder.generate(PROMPTS, batch_size=batch, **options, **call).token_ids == plain.token_ids
+
+
+@pytest.mark.fast(2, again=True)
+@pytest.mark.parametrize(
+    "cuts", [{}, {"top_p": 0.8}, {"repetition_penalty": 1.8}, {"top_k": 3}], ids=lambda c: next(iter(c), "plain")
+)
+def test_samples_of_planned_trees_follow_the_targets_distribution(cuts: dict[str, Any]) -> None:
+    """Siblings are tested by recursive rejection; top_k=3 leaves fewer tokens than the shape has children."""
+    n = samples(1_500 if "repetition_penalty" in cuts else 20_000, 1_500)
+    out, target = sampled(n, {"tree": "4x2"}, **cuts)
+    result = fit(cell(out.token_ids, V), three_token_law(target, PROMPT, 0.8, **cuts))
+    assert result.holds, str(result)
+    assert 0.05 < out.stats.acceptance_rate_per_position[0] < 0.98
+
+
+@pytest.mark.parametrize("fault", ["another q than sampled", "keeps the likely ones"])
+def test_planned_trees_with_a_fault_are_found_out(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    """Negative controls: tokens are sampled from a sharper distribution than q; unlikely samples are pruned."""
+    right = planned_tree.sampled_children
+
+    def wrong(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        if fault == "keeps the likely ones":
+            tokens, found = right(q, *rest)
+            return tokens, found * (found.gather(-1, tokens[..., None]) > 0.2)
+        tokens, left, found = right(q**3, *rest)[0], q, []
+        for i in range(tokens.shape[-1]):
+            found.append(left / left.sum(-1, keepdim=True))
+            left = left.scatter(-1, tokens[..., i : i + 1], 0.0)
+        return tokens, torch.stack(found, dim=-2)
+
+    monkeypatch.setattr(planned_tree, "sampled_children", wrong)
+    out, target = sampled(3_000, {"tree": "3x2"})
+    assert not fit(cell(out.token_ids, V), three_token_law(target, PROMPT, 0.8)).holds
+
+
+@pytest.mark.parametrize("call", [{}, {"temperature": 0.9, "acceptance": "leviathan", "seed": 3}], ids=["greedy", "q"])
+def test_recorded_planned_trees_are_the_eager_ones(call: dict[str, Any]) -> None:
+    model = tiny_model("llama")
+    eager, recorded = (SpeculativeDecoder(model, check=False) for _ in range(2))
+    recorded.target = Runner(model, recorder=Rerun())
+    strategies = [Eagle3(head_for(model), tree=PLAN)]
+    for prompts in (PROMPTS[:3], PROMPTS[:2]):
+        expected = eager.generate(prompts, 10, strategies=strategies, **call)
+        out = recorded.generate(prompts, 10, strategies=strategies, **call)
+        assert out.token_ids == expected.token_ids
+        assert out.stats.accepted_tokens == expected.stats.accepted_tokens
+    with replayed() as counts:
+        out = recorded.generate(PROMPTS[:2], 10, strategies=strategies, **call)
+    assert counts["PlannedTrees"] > 5
+    assert out.stats.draft_passes == 3 * counts["PlannedTrees"]
+    assert out.stats.host_reads == out.stats.verify_passes
+    assert recorded.target.failures == {}
+
+
+@pytest.mark.parametrize("options", [{"tree": [0]}, {"tree": "2y2"}, {"tree": [2], "nodes": 4}], ids=str)
+def test_plans_that_are_none_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(SpecdecError, match="eagle3: tree"):
+        Eagle3(head_for(tiny_model("llama")), **options)
+
+
 # -- what may be wrong with a head, a target or a text -----------------------------------------------------------------
 
 
 @pytest.mark.fast(3)
-@pytest.mark.parametrize("options", [{}, SIZE], ids=["chain", "tree"])
+@pytest.mark.parametrize("options", [{}, SIZE, {"tree": "2x2"}], ids=["chain", "tree", "planned"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
 def test_a_broken_head_costs_acceptance_and_no_more(value: float, options: dict[str, int]) -> None:
     model = tiny_model("llama")
@@ -439,7 +556,7 @@ def test_a_broken_head_costs_acceptance_and_no_more(value: float, options: dict[
 
 
 @pytest.mark.fast(1)
-@pytest.mark.parametrize("options", [{"n_max": 6}, SIZE], ids=["chain", "tree"])
+@pytest.mark.parametrize("options", [{"n_max": 6}, SIZE, {"tree": "2x1x1"}], ids=["chain", "tree", "planned"])
 def test_texts_that_reach_the_end_of_the_context(options: dict[str, int]) -> None:
     model = tiny_model("llama", max_position_embeddings=32)
     decoder = SpeculativeDecoder(model, check=False)

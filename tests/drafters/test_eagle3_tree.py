@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from specdec.drafters.best_tree import Frontier
 from specdec.drafters.eagle3 import EagleHead, Tree, TreePasses, TreeSize, grow
-from specdec.drafters.eagle3.dynamic_tree import Frontier
 from specdec.errors import SpecdecError
 from specdec.models.attention import RAGGED, MaskBuilder
 from tests.helpers.eagle3 import Rows, from_scratch, random_head
@@ -148,7 +148,9 @@ def test_each_node_sees_its_own_path(changes: dict[str, object]) -> None:
     fed = [torch.cat([t[i] for t in texts]) for i in (0, 1)]
     logits, features = rows.feed(fed[0], fed[1], [0, 0, 0], entries)
     last = [max(n - 1, 0) for n in entries]
-    passes = TreePasses(head, MaskBuilder(head.config, RAGGED, torch.float32), rows.cache, size, rows.cache.capacity)
+    passes = TreePasses(
+        head, MaskBuilder(head.config, RAGGED, torch.float32), rows.cache, size.widths, rows.cache.capacity
+    )
     passes.start(features[range(3), last], torch.tensor(entries))
     recorded = Recorded(passes)
     grow(logits[range(3), last].log_softmax(-1), size, recorded)

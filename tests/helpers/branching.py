@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from specdec.decoding.acceptance import AcceptanceRule, Block, Verdict, judge
-from specdec.drafters.draft_model.tree import sample_siblings
+from specdec.drafters.base import COUPLED
+from specdec.drafters.siblings import sample_siblings
 from specdec.models.trees import Tree, depths_of
 from specdec.sampling.sampling import Purpose, Sampling, fold, race, streams
 
@@ -61,7 +62,7 @@ class Drafted:
 
 
 def draft(language: Language, parents: tuple[int, ...], keys: Tensor, proposal: str, fault: str = "") -> Drafted:
-    """Draw every node: proposal = sample | coupled | argmax (the best tokens)."""
+    """Draw every node: a proposal of rules; argmax = the best tokens."""
     n, V, depths = len(keys), language.vocab, [0, *depths_of(parents)]
     tokens = torch.zeros((n, len(parents)), dtype=torch.int64)
     q, contexts = torch.zeros((n, len(parents), V)), torch.zeros((n, len(parents) + 1), dtype=torch.int64)
@@ -71,9 +72,9 @@ def draft(language: Language, parents: tuple[int, ...], keys: Tensor, proposal: 
         if not nodes:
             continue
         law = language.laws[depth][contexts[:, column]]
-        shared = proposal == "coupled"
+        shared, independent = proposal in COUPLED, "independent" in proposal
         stream = streams(keys, torch.tensor(FIRST + depth), Purpose.SAMPLE if shared else Purpose.DRAFT)
-        drawn, laws = sample_siblings(law, stream if shared else fold(stream, column), len(nodes))
+        drawn, laws = sample_siblings(law, stream if shared else fold(stream, column), len(nodes), independent)
         if proposal == "argmax":
             drawn = law.topk(len(nodes)).indices
         if fault == "second-sibling-judged-by-plain-q":
@@ -114,7 +115,7 @@ def sample(
     keys = fold(torch.full((n,), seed), torch.arange(n))
     proposal = proposal or rule.proposal
     made = draft(source, parents, keys, proposal, fault)
-    block = block_of(target, parents, made, keys, proposal == "sample" if claims is None else claims)
+    block = block_of(target, parents, made, keys, proposal in ("sample", "independent") if claims is None else claims)
     verdict = judge(block, rule)
     out, _ = verdict.emitted(block.draft)
     out = torch.nn.functional.pad(out, (0, 3))[:, :3]

@@ -8,7 +8,7 @@ looks at a value, so where the runner replays passes the round is recorded as a 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,7 +31,7 @@ from specdec.drafters.base import (
 from specdec.models.kv_cache import KeptRows, RaggedCache, prefix_groups
 from specdec.models.passes import PassInputs, PassKey
 from specdec.models.runner import Runner, Shapes
-from specdec.models.trees import Tree, TreePass, depths_of, moves, parent_table
+from specdec.models.trees import Tree, TreePass, depths_of, moves, parent_table, path_to
 from specdec.sampling.sampling import History, Purpose, best, race, streams
 
 RECORDED_STEPS = (1, 2, 3, 5, 8, 12, 16, 24, 32, 48, 64)
@@ -136,6 +136,25 @@ class Texts:
         fed = torch.stack(list(drafted), dim=1) if drafted else nothing
         known = [None if k is None else torch.cat([k, fed[b]]) for b, k in enumerate(self.known)]
         return History(known, fed[:, :0], self.processors, [1] * len(known))
+
+    def along_paths(
+        self, tokens: Mapping[int, Tensor], parents: Mapping[int, Sequence[int]], nodes: Mapping[int, Sequence[int]],
+        width: int,
+    ) -> History:  # fmt: skip
+        """Return the prefixes that end at up to `width` nodes of each row's tree, all rows' in one batch [B * width].
+
+        tokens: of the row's tree so far, [n]; nodes: -1 = the newest token
+        """
+        known: list[Tensor | None] = [None] * (len(self.known) * width)
+        processors: list[Any] = [None] * len(known)
+        for row, text in enumerate(self.known):
+            for i, node in enumerate(nodes.get(row, ()) if text is not None else ()):
+                assert text is not None
+                path = tokens[row][to_device(path_to(parents[row], node), text.device)]
+                known[row * width + i] = torch.cat([text, path.clamp(min=0)])
+                processors[row * width + i] = self.processors[row]
+        nothing = torch.zeros((len(known), 0), dtype=torch.int64, device=next(iter(tokens.values())).device)
+        return History(known, nothing, processors, [1] * len(known))
 
 
 class DraftCore:
@@ -437,6 +456,23 @@ class DraftCore:
         self.passes += 1
         logits = self.runner.step(self.cache, self.shapes, padded, starts, counts, tree=where).logits
         return logits[:, : tokens.shape[1]]
+
+    def level_step(self, tokens: Tensor, where: TreePass, alive: Sequence[bool]) -> Tensor:
+        """Feed a level of trees whose shape is on the device; returns logits [B, F, V_draft].
+
+        tokens [B, F]: their ids
+        where: where they are, in slots after each row's newest token
+        alive: rows that take part
+        """
+        count = tokens.shape[1]
+        more = self.shapes.width(count) - count
+        starts = [n - 1 if is_alive else 0 for n, is_alive in zip(self.length, alive, strict=True)]
+        where = replace(where, offsets=F.pad(where.offsets, (0, more)), sees=F.pad(where.sees, (0, 0, 0, more)))
+        self.passes += 1
+        counts = [count * is_alive for is_alive in alive]
+        return self.runner.step(
+            self.cache, self.shapes, F.pad(tokens, (0, more)), starts, counts, tree=where
+        ).logits[:, :count]  # fmt: skip
 
 
 def recordable(sampling: RowSampling | None) -> bool:

@@ -15,11 +15,13 @@ from torch import Tensor
 
 from specdec.config import check_number, check_whole
 from specdec.drafters.base import Draft, DraftContext, Drafter, DraftRequest, Tokens, empty_like
+from specdec.drafters.best_tree import TreeSize
 from specdec.drafters.draft_model.core import DraftCore, Proposal, Stops
 from specdec.drafters.draft_model.intersection import IntersectingDrafter
 from specdec.drafters.draft_model.pipelined import Ahead, go_ahead, possible, take
 from specdec.drafters.draft_model.translation import TranslatingDrafter
-from specdec.drafters.draft_model.tree import Growth, parse_plan, plan_parents
+from specdec.drafters.draft_model.tree import BestGrowth, Growth
+from specdec.drafters.tree_plan import parse_opt, parse_plan, plan_parents
 from specdec.errors import SpecdecError
 
 DEFAULTS: dict[str, Any] = {"n_max": 5, "n_min": 0, "p_min": 0.0, "p_split": 0.1, "top_n": None}
@@ -39,7 +41,7 @@ class DraftModel(Drafter):
     top_n: p_min and p_split look at a softmax over so many best tokens, as upstream; None = the whole vocabulary
     branches: > 1 makes trees of up to so many paths (tree.py)
     p_split: a path splits where further tokens have a probability above it
-    tree: makes trees of a fixed shape (tree.py)
+    tree: makes trees of a fixed shape (tree_plan.py), or "opt-16": of the 16 best nodes by cumulative q (best_tree.py)
     preset: upstream's values: "llama-classic" or "llama-2026"
     translate: what to do if the two vocabularies differ: True or "text" = draft through text (translation.py),
         "intersection" = draft tokens that both have, with a q (intersection.py)
@@ -87,8 +89,11 @@ class DraftModel(Drafter):
 
     def _check_tree(self) -> None:
         check_whole("draft-model: branches", self.branches, 1)
+        self._best = parse_opt(self.tree)
+        if self._best:
+            self.best_size.check(self._best + 1, "draft-model")
         if self.tree is not None:
-            self.tree = parse_plan(self.tree)
+            self.tree = self.tree if self._best else parse_plan(self.tree)
             if self.branches > 1 or self.p_min or self.n_min:
                 raise SpecdecError("draft-model: tree fixes the shape: branches, p_min and n_min do not go with it")
         if self.makes_trees and self.translate:
@@ -105,8 +110,13 @@ class DraftModel(Drafter):
 
     @property
     def tree_nodes(self) -> int:
-        """Nodes of a fixed shape; 0 for branching, which keeps to what a verify pass usually takes."""
-        return len(plan_parents(self.tree)) if self.tree is not None else 0
+        """Nodes of a tree whose size is known; 0 for branching, which keeps to what a verify pass usually takes."""
+        return self._best or (len(plan_parents(self.tree)) if self.tree is not None else 0)
+
+    @property
+    def best_size(self) -> TreeSize:
+        """Size of the trees of best nodes: as deep as chains are, with EAGLE's width of a level."""
+        return TreeSize(min(self._best, TreeSize.top_k), (self.n_max or 1) - 1, self._best)
 
     @property
     def uses_draft_model(self) -> bool:
@@ -121,7 +131,7 @@ class DraftModel(Drafter):
         made._context = context
         before = context.previous.get(self.name)
         kept = before._core.keep() if isinstance(before, DraftModel) else None
-        spare = context.nodes if self.makes_trees else 0
+        spare = self.best_size.slots if self._best else context.nodes if self.makes_trees else 0
         made._core = DraftCore(context.draft_runner, context.batch, context.capacity, kept, spare)
         made._proposal = made._ahead = None
         return made
@@ -148,13 +158,14 @@ class DraftModel(Drafter):
         self._core.close()
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        depth = len(self.tree) if self.tree else self.n_max or 0
+        depth = len(self.tree) if self.tree and not self._best else self.n_max or 0
         limits = [self._core.room(r, depth) for r in requests]
         work = [(r, n) for r, n in zip(requests, limits, strict=True) if n > 0]
         if not work:
             return empty_like(requests)
         if self.makes_trees:
-            trees = Growth(self, [r for r, _ in work], [n for _, n in work]).grow()
+            make = BestGrowth if self._best else Growth
+            trees = make(self, [r for r, _ in work], [n for _, n in work]).grow()
             return [trees.get(r.row, Draft()) for r in requests]
         wanted, ahead = [r for r, _ in work], self._ahead
         if ahead is not None and len(work) == len(requests) and take(self._core, ahead, wanted):

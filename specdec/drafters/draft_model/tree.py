@@ -1,19 +1,13 @@
 """Trees of the draft model: several continuations of a row in one round, a level of nodes in one draft pass.
 
-There are two ways to choose the shape. A *plan* is fixed: `tree=[3, 2, 1]` gives the newest token three children, each
-of those two, and each of those one; a list in place of a number gives one count for each node of the level above, in
-order (`[2, [3, 1]]`). *Branching* is llama.cpp's (`examples/speculative`): a node gets a child for its best token and
-one for each further token whose probability is above `p_split`, until `branches` paths exist; `p_min` ends a path.
+There are three ways to choose the shape. A *plan* is fixed (drafters/tree_plan.py). `tree="opt-16"` keeps the 16 *best*
+nodes by cumulative q, never samples (drafters/best_tree.py). *Branching* is llama.cpp's (`examples/speculative`): a
+node gets a child for its best token and one for each further token whose probability is above `p_split`, until
+`branches` paths exist; `p_min` ends a path.
 
-The children are the best tokens of q under argmax proposals; under `leviathan` tokens sampled from q without
-replacement; under `coupled` the first tokens of the race that the target runs with the same random numbers: the first
-child is the coupled sample, and the others are the target's next most likely choices. The last two differ in their
-random numbers only: the order in which a race ends is a sample without replacement (Kool, van Hoof & Welling 2019), and
-each place, given the places before it, has the distribution q without the earlier tokens, renormalised.
-
-How many children a node has is settled before any is sampled, by the plan or from the probabilities at the node, and no
-sampled node is dropped or moved later: anything else would change the distribution of the output. Nodes are numbered
-level by level, and a tree that is too large for a verify pass ends at its last place, whatever was sampled there.
+Which tokens the children are is in drafters/siblings.py. How many a node has is settled before any is sampled, by the
+plan or from the probabilities at the node. Nodes are numbered level by level, and a tree that is too large for a verify
+pass ends at its last place, whatever was sampled there.
 
 If fewer tokens are possible at a node than it was to have children, it has fewer: a low temperature, a cut, a grammar
 or a small vocabulary leave no more. That, too, depends on q and on earlier siblings alone. Branching counts them before
@@ -26,85 +20,21 @@ reads one count per node and level, because the host lays out the next level.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from specdec.config import check_whole
 from specdec.device.transfer import to_device
 from specdec.drafters.base import Draft, DraftRequest, pad_vocabulary, proposal_distribution
-from specdec.errors import SpecdecError
-from specdec.models.trees import MISSING, Parents, depths_of, path_to
-from specdec.sampling.sampling import History, Purpose, exponential, fold, streams
+from specdec.drafters.best_tree import Frontier, Levels, TreeSize, grow
+from specdec.drafters.draft_model.core import Texts
+from specdec.drafters.siblings import LEAST, best_children, node_streams, sampled_children
+from specdec.drafters.tree_plan import plan_parents
+from specdec.models.trees import MISSING, depths_of
 
 if TYPE_CHECKING:
     from specdec.drafters.draft_model.strategy import DraftModel
-
-Plan = tuple[int | tuple[int, ...], ...]
-
-LEAST = 1e-36  # less likely tokens are not proposed: the times of their race would overflow
-
-
-def parse_plan(value: Any) -> Plan:
-    """Parse `[3, 2, 1]`, `[2, [3, 1]]` or "3x2x1" as a plan. Raises SpecdecError for anything else."""
-    if isinstance(value, str):
-        parts = value.split("x")
-        value = [int(part) for part in parts] if all(part.isdigit() for part in parts) else None
-    elif isinstance(value, int) and not isinstance(value, bool):
-        value = [value]
-    if not isinstance(value, Sequence) or len(value) == 0:
-        raise SpecdecError("draft-model: tree must list children a level, such as [3, 2, 1] or '3x2x1'")
-    plan: list[int | tuple[int, ...]] = []
-    above = 1
-    for level in value:
-        counts: list[Any] = [level] * above if isinstance(level, int) else [None]
-        if isinstance(level, Sequence):
-            counts = list(level)
-        for count in counts:
-            check_whole("draft-model: tree: number of children", count, 1 if isinstance(level, int) else 0)
-        if len(counts) != above or sum(counts) == 0:
-            raise SpecdecError(f"draft-model: tree: {level!r} does not fit a level of {above} nodes above it")
-        plan.append(level if isinstance(level, int) else tuple(counts))
-        above = sum(counts)
-    return tuple(plan)
-
-
-def plan_parents(plan: Plan) -> Parents:
-    """Return the parents of a plan's nodes, level by level."""
-    parents: list[int] = []
-    above = [-1]
-    for level in plan:
-        counts = [level] * len(above) if isinstance(level, int) else list(level)
-        new = [node for node, count in zip(above, counts, strict=True) for _ in range(count)]
-        above = list(range(len(parents), len(parents) + len(new)))
-        parents += new
-    return tuple(parents)
-
-
-def sample_siblings(q: Tensor, stream: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Sample `count` tokens without replacement: q [..., V], stream [...] -> (tokens [..., C], their q [..., C, V]).
-
-    The first token is `race(q, stream)`. Each token's q is given the tokens before it; where nothing was left to sample
-    from it is all zero, and the token arbitrary.
-    """
-    left = torch.where(q < LEAST, 0.0, q)
-    tokens = (exponential(stream, q.shape[-1]) / left).topk(min(count, q.shape[-1]), largest=False).indices
-    found = []
-    for i in range(tokens.shape[-1]):
-        mass = left.sum(dim=-1, keepdim=True)
-        found.append(torch.where(mass > 0, left / mass, 0.0))
-        left = left.scatter(-1, tokens[..., i : i + 1], 0.0)
-    lacking = count - len(found)
-    return F.pad(tokens, (0, lacking)), F.pad(torch.stack(found, dim=-2), (0, 0, 0, lacking))
-
-
-def best_siblings(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the `count` best tokens of scores [..., V], best first, and True where one is possible, both [..., C]."""
-    values, tokens = scores.topk(min(count, scores.shape[-1]))
-    lacking = count - tokens.shape[-1]
-    return F.pad(tokens, (0, lacking)), F.pad(values > float("-inf"), (0, lacking))
 
 
 class Growth:
@@ -132,6 +62,7 @@ class Growth:
                 keys[r.row], self.purpose = r.sampling.streams(r.noise)
         self.keys, self.positions = to_device([keys, positions], self.core.runner.device)
         self.missing = torch.zeros((self.core.batch, 1), dtype=torch.bool, device=self.keys.device)  # the frontier's
+        self.texts = Texts(self.core.batch, requests, self.keys.device)
 
     def grow(self) -> dict[int, Draft]:
         """Grow the trees; returns drafts by row."""
@@ -209,14 +140,11 @@ class Growth:
         """Add children to the frontier's nodes; they become the frontier."""
         siblings_q = None
         if q is not None:
-            tokens, siblings_q = sample_siblings(q, self._streams(level, q.shape[1]), most)  # [B, F, C], [B, F, C, V]
-            siblings_q = siblings_q.masked_fill(self.missing[..., None, None], 0.0)
-            exist = siblings_q.amax(dim=-1) > 0
+            assert self.sampling is not None
+            stream = self._streams(level, q.shape[1])
+            tokens, siblings_q = sampled_children(q, stream, most, self.missing, self.sampling.independent)
         else:
-            tokens, exist = best_siblings(scores, most)
-            exist[..., 0] = True  # also for a broken draft: it will be rejected
-            exist = exist & ~self.missing[..., None]
-        tokens = tokens.masked_fill(~exist, MISSING)
+            tokens = best_children(scores, most, self.missing)
         for row, row_counts in counts.items():
             first, picks = len(self.parents[row]), []
             for i, (node, count) in enumerate(zip(self.frontier[row], row_counts, strict=True)):
@@ -230,34 +158,19 @@ class Growth:
                     self.q[row].append(siblings_q[row].flatten(0, 1)[index])
 
     def _streams(self, level: int, width: int) -> Tensor:
-        """Return the streams [B, F] of the frontier's races: the target's own under coupled, else one per node."""
-        shared = streams(self.keys, self.positions + level, self.purpose)[:, None]
-        if self.purpose == Purpose.SAMPLE:
-            return shared.expand(-1, width)
-        nodes = [[n + 1 for n in self.frontier.get(b, [])] for b in range(self.core.batch)]
-        padded = [row + [0] * (width - len(row)) for row in nodes]
-        return fold(shared, to_device(padded, shared.device))
+        """Return the streams [B, F] of the frontier's races."""
+        padded = [self.frontier.get(b, []) + [-1] * width for b in range(self.core.batch)]
+        nodes = to_device([row[:width] for row in padded], self.keys.device)
+        return node_streams(self.keys, self.positions + level, self.purpose, nodes)
 
     def _scores(self, logits: Tensor) -> Tensor:
         """Compute processed scores [B, F, V]; processors see each node's own path."""
         assert self.sampling is not None
-        batch, width = logits.shape[:2]
-        known: list[Tensor | None] = [None] * (batch * width)
-        processors: list[Any] = [None] * (batch * width)
-        for r in self.requests:
-            if r.sampling is None or r.sampling.processors is None:
-                continue
-            text = to_device([*map(int, r.tokens), r.last], logits.device)
-            nodes = torch.cat([text[:0], *self.tokens[r.row]]).clamp(min=0)
-            for i, node in enumerate(self.frontier[r.row]):
-                path = to_device(path_to(self.parents[r.row], node), logits.device)
-                known[r.row * width + i] = torch.cat([text, nodes[path]])
-                processors[r.row * width + i] = r.sampling.processors
-        flat, history = logits.flatten(0, 1)[:, None], None
-        if any(p is not None for p in processors):
-            nothing = torch.zeros((len(flat), 0), dtype=torch.int64, device=flat.device)
-            history = History(known, nothing, processors, [1] * len(flat))
-        return self.sampling.sampling.scores(flat, history).reshape(batch, width, -1)
+        history = None
+        if self.texts:
+            tokens = {row: torch.cat([self.keys[:0], *levels]) for row, levels in self.tokens.items()}
+            history = self.texts.along_paths(tokens, self.parents, self.frontier, logits.shape[1])
+        return self.sampling.sampling.scores(logits.flatten(0, 1)[:, None], history).reshape(logits.shape)
 
     # -- the next level ------------------------------------------------------------------------------------------
 
@@ -283,3 +196,44 @@ class Growth:
                 columns[row], parents[row] = [n + 1 for n in nodes], self.parents[row]
         self.missing = fed == MISSING
         return self.core.tree_step(fed.clamp(min=0), parents, columns)
+
+
+class BestGrowth:
+    """Trees of the best nodes of all rows in one round (drafters/best_tree.py); rows end at their own depths."""
+
+    def __init__(self, model: DraftModel, requests: Sequence[DraftRequest], limits: Sequence[int]):
+        self.model, self.core, self.requests = model, model._core, requests
+        self.sampling, device = requests[0].sampling, model._core.runner.device
+        self.limits = {r.row: n for r, n in zip(requests, limits, strict=True)}
+        self.depths = to_device([self.limits.get(row, 0) for row in range(self.core.batch)], device)
+        depth = min(model.best_size.depth, max(limits) - 1)
+        nodes = min(model.best_size.nodes, model._context.nodes)
+        top_k = min(model.best_size.top_k, model._context.vocab_size)
+        self.size = TreeSize(top_k, depth, min(nodes, top_k + depth * top_k**2))
+
+    def grow(self) -> dict[int, Draft]:
+        """Grow the trees; returns drafts by row."""
+        first = self._log_probs(self.core.catch_up(self.requests)[:, None])[:, 0]
+        held = to_device(self.core.length, first.device)
+        self.levels = Levels((held - 1).clamp(min=0), self.depths > 0, self.size.widths)
+        tree = grow(first, self.size, self._evaluate)
+        drafts = {}
+        for row, limit in self.limits.items():
+            levels = min(self.size.depth + 1, limit)
+            drafts[row] = Draft(
+                tree.tokens[row], tree.parents[row], None, self.model.name, levels=levels, siblings=self.size.top_k
+            )  # fmt: skip
+        return drafts
+
+    def _evaluate(self, level: int, frontier: Frontier) -> Tensor:
+        # A row's last level is not fed: its draft's context may end there.
+        alive = [self.limits.get(row, 0) > level for row in range(self.core.batch)]
+        logits = self.core.level_step(frontier.tokens, self.levels.feed(frontier.origin), alive)
+        return torch.where((self.depths > level)[:, None, None], self._log_probs(logits), float("-inf"))
+
+    def _log_probs(self, logits: Tensor) -> Tensor:
+        """The draft's log-probabilities over the target's vocabulary, as the target would be sampled but for processors
+        that read the text."""
+        logits = pad_vocabulary(logits, self.model._context.vocab_size, self.core.runner.excluded)
+        scores = logits.float() if self.sampling is None else self.sampling.sampling.scores(logits)
+        return scores.log_softmax(dim=-1)

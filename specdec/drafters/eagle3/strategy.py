@@ -2,12 +2,13 @@
 
 Source: EAGLE-3 (Li et al. 2025), and EAGLE-1/2 for heads of theirs. Parameters: `head`, a folder as other tools publish
 it (formats.py) or an `EagleHead`; `n_max`, tokens of a chain; `nodes` > 0 makes trees of so many nodes instead, with
-`top_k` and `depth` as EAGLE-2 has them (dynamic_tree.py); `config`, fields of `HeadConfig` that are to have other
-values than the folder says.
+`top_k` and `depth` as EAGLE-2 has them (dynamic_tree.py); `tree` makes trees of a fixed shape, as draft-model's
+(planned_tree.py); `config`, fields of `HeadConfig` that are to have other values than the folder says.
 
-Chains are sampled where the acceptance rule wants it: q is the head's distribution over the target's vocabulary, after
-the same processors as the target's; tokens without a draft id have q = 0. Trees are the head's best guesses, given the
-text, at any temperature: they have no q, and every rule samples the target at their nodes.
+Chains and trees of a fixed shape are sampled where the acceptance rule wants it: q is the head's distribution over the
+target's vocabulary, after the same processors as the target's; tokens without a draft id have q = 0. Dynamic trees are
+the head's best guesses, given the text, at any temperature: they have no q, and every rule samples the target at their
+nodes.
 
 Cost: one pass of the head a token of a chain, or a level of a tree, and no host read: all stays on the device. Where
 the target's passes are recorded, a round's drafts are recorded as one function.
@@ -18,12 +19,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from specdec.config import check_whole
+from specdec.device.buffers import Buffers
 from specdec.device.graphs import R
 from specdec.drafters.base import (
     Draft,
@@ -35,16 +37,21 @@ from specdec.drafters.base import (
     empty_like,
     proposal_distribution,
 )
+from specdec.drafters.best_tree import Tree, TreeSize, grow
 from specdec.drafters.draft_model.core import Proposal, Texts, recordable
-from specdec.drafters.eagle3.dynamic_tree import Tree, TreePasses, TreeSize, grow
+from specdec.drafters.eagle3.dynamic_tree import TreePasses
 from specdec.drafters.eagle3.formats import check_fit, load_head
 from specdec.drafters.eagle3.head import EagleHead
+from specdec.drafters.eagle3.planned_tree import PlanInputs, PlanKey, Planned, PlannedTrees, PlanShape
 from specdec.drafters.eagle3.rows import HeadInputs, HeadRows
+from specdec.drafters.tree_plan import parse_opt, parse_plan, plan_parents, upper_levels
 from specdec.errors import SpecdecError
 from specdec.models.kv_cache import CachePool
 from specdec.models.passes import ALL_LAYERS
 from specdec.models.runner import KV_STEP, PassOutput
 from specdec.sampling.sampling import Purpose, best, race, streams
+
+Given = TypeVar("Given", bound=Buffers)
 
 
 class ChainKey(NamedTuple):
@@ -84,6 +91,7 @@ class Eagle3(Drafter):
     nodes: int = 0
     top_k: int = 10
     depth: int = 7
+    tree: Any = None
     config: Mapping[str, Any] = field(default_factory=dict)
     name: str = field(init=False, default="eagle3")
     likely_causes = (
@@ -117,8 +125,16 @@ class Eagle3(Drafter):
         else:
             loaded = load_head(self.head, self.config)
             self._head, self._notes = loaded.head, loaded.notes
+        if best := parse_opt(self.tree):
+            if self.nodes:
+                raise SpecdecError(f"eagle3: tree={self.tree!r} says how many nodes; nodes does not go with it")
+            self.nodes, self.tree = best, None
         if self.nodes:
             self._size.check(self._head.config.draft_vocab_size)
+        if self.tree is not None:
+            self.tree = parse_plan(self.tree, "eagle3")
+            if self.nodes:
+                raise SpecdecError("eagle3: tree fixes the shape and nodes chooses it by confidence; give one of them")
         self._pools: dict[Any, CachePool] = {}  # shared by the copies of all calls
 
     def parameters(self) -> dict[str, Any]:
@@ -128,11 +144,11 @@ class Eagle3(Drafter):
 
     @property
     def makes_trees(self) -> bool:
-        return self.nodes > 0
+        return self.nodes > 0 or self.tree is not None
 
     @property
     def tree_nodes(self) -> int:
-        return self.nodes
+        return len(plan_parents(self.tree)) if self.tree is not None else self.nodes
 
     @property
     def _size(self) -> TreeSize:
@@ -216,7 +232,7 @@ class Eagle3(Drafter):
         place = device, *(getattr(table, "weight", torch.empty(0)).data_ptr() for table in tables)
         step = KV_STEP if recorded or device.type == "cuda" else 1
         pool = self._pools.setdefault(place, CachePool(self._head.config.num_hidden_layers, step))
-        drafted = self._size.slots if self.makes_trees else self.n_max
+        drafted = self.tree_nodes if self.tree else self._size.slots if self.nodes else self.n_max
         cache = pool.lease(context.batch, context.capacity + drafted)
         cache.graphs = (cache.graphs or {}) if recorded else None
         self._rows = HeadRows(self._head, cache, context.capacity, context.nodes, device)
@@ -229,10 +245,11 @@ class Eagle3(Drafter):
         if rows is None or not work:
             return empty_like(requests)
         with torch.no_grad():
-            drafts = self._trees(rows, work) if self.makes_trees else self._chains(rows, work)
+            make = self._planned if self.tree else self._trees if self.nodes else self._chains
+            drafts = make(rows, work)
         return [drafts.get(r.row, Draft()) for r in requests]
 
-    def _run(self, rows: HeadRows, key: Any, inputs: HeadInputs, function: Callable[[HeadInputs], R]) -> R:
+    def _run(self, rows: HeadRows, key: Any, inputs: Given, function: Callable[[Given], R]) -> R:
         """Run a function of a round's inputs, replayed where the target's passes are."""
         target = self._context.target
         return function(inputs) if target is None else target.run(rows.cache, key, inputs, function)
@@ -292,7 +309,7 @@ class Eagle3(Drafter):
 
         def grown(given: HeadInputs) -> Tree:
             logits, features, held = rows.first(given, kv_len)
-            passes = TreePasses(self._head, rows.masks, rows.cache, size, kv_len)
+            passes = TreePasses(self._head, rows.masks, rows.cache, size.widths, kv_len)
             passes.start(features, held)
             tree = grow(logits.float().log_softmax(dim=-1), size, passes)
             return replace(tree, tokens=self._head.to_target(tree.tokens))
@@ -300,6 +317,39 @@ class Eagle3(Drafter):
         rows.passes += 1 + size.depth
         tree = self._run(rows, key, inputs, grown)
         return {r.row: self._tree(tree, r.row, size) for r in requests}
+
+    def _planned(self, rows: HeadRows, requests: Sequence[DraftRequest]) -> dict[int, Draft]:
+        """Trees of a fixed shape by row, as far as a verify pass takes it."""
+        sampling, parents = requests[0].sampling, plan_parents(self.tree)[: self._context.nodes]
+        if rows.cache.graphs is None:
+            parents = upper_levels(parents, max(r.limit(len(parents)) for r in requests))
+        shape = PlanShape.of(parents)
+        inputs, kv_len = rows.plan(requests), rows.kv_len(requests, sum(shape.widths))
+        texts = Texts(rows.batch, requests, rows.device)
+        key = PlanKey(
+            width=inputs.tokens.shape[1],
+            kv_len=kv_len,
+            parents=shape.parents,
+            proposal=sampling.proposal if sampling is not None and sampling.sampled else None,
+            scores=None if sampling is None else sampling.sampling.signature,
+            vocab_size=self._context.vocab_size,
+        )
+
+        def grown(given: PlanInputs, texts: Texts | None = None) -> PlannedTrees:
+            logits, features, held = rows.first(given.rows, kv_len)
+            passes = TreePasses(self._head, rows.masks, rows.cache, shape.widths, kv_len)
+            passes.start(features, held)
+            return Planned(shape, key, sampling, texts).grow(given, logits, passes)
+
+        rows.passes += len(shape.levels)
+        given = PlanInputs(inputs, shape.table(rows.device))
+        eager = bool(texts) or not recordable(sampling)
+        trees = grown(given, texts) if eager else self._run(rows, key, given, grown)
+        drafts = {}
+        for r in requests:
+            q = None if trees.q is None else trees.q[r.row]
+            drafts[r.row] = Draft(trees.tokens[r.row], shape.parents, q, self.name)
+        return drafts
 
     def _tree(self, tree: Tree, row: int, size: TreeSize) -> Draft:
         return Draft(tree.tokens[row], tree.parents[row], None, self.name, levels=size.depth + 1, siblings=size.top_k)

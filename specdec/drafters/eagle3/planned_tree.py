@@ -1,0 +1,155 @@
+"""Trees of a fixed shape from a head: the best tokens, or samples of its q.
+
+EAGLE-2's dynamic tree keeps the nodes that the head is most confident of, so its siblings cannot be samples: a sample
+that is kept or dropped for what it is has another distribution than q. Here the shape is fixed before anything is
+sampled (drafters/tree_plan.py), each node's children are sampled from q after the processors of its own path, and q is
+handed over, so that `leviathan` tests siblings by recursive rejection.
+
+A level of nodes is one pass of the head. The shape travels as a tensor, and all else is computed on the device without
+a look at any value, so a round's trees are recorded as one function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdec.device.buffers import Buffers
+from specdec.device.transfer import to_device
+from specdec.drafters.base import RowSampling, proposal_distribution
+from specdec.drafters.draft_model.core import Texts
+from specdec.drafters.eagle3.dynamic_tree import TreePasses
+from specdec.drafters.eagle3.rows import HeadInputs
+from specdec.drafters.siblings import best_children, node_streams, sampled_children
+from specdec.drafters.tree_plan import plan_levels
+from specdec.models.trees import MISSING, Parents
+
+
+class PlanKey(NamedTuple):
+    """What is fixed in the recorded growth of trees of one shape; proposal: None = nothing is sampled."""
+
+    width: int
+    kv_len: int
+    parents: Parents
+    proposal: str | None
+    scores: Any
+    vocab_size: int
+
+    @property
+    def is_prefill(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class PlanShape:
+    """A shape, and how it is laid out for the device: of each level the nodes that get children, these nodes' places
+    among the nodes fed before, and the places of the new nodes among all children that were proposed."""
+
+    parents: Parents
+
+    @staticmethod
+    @lru_cache(256)
+    def of(parents: Parents) -> PlanShape:
+        """Return the shape of a plan's nodes, laid out once."""
+        return PlanShape(parents)
+
+    @cached_property
+    def levels(self) -> list[tuple[list[int], list[int], list[int], list[int], int]]:
+        """Of each level: nodes, their places in the level before, places of their parents among the fed nodes, picks,
+        and the most children of a node."""
+        found, first, before = [], 0, 0
+        for level in plan_levels(self.parents):
+            most = max(level.counts)
+            picks = [i * most + j for i, count in enumerate(level.counts) for j in range(count)]
+            found.append((list(level.fed), [node - before for node in level.fed], list(level.origin), picks, most))
+            before, first = first, first + len(picks)
+        return found
+
+    @property
+    def widths(self) -> list[int]:
+        """How many nodes each pass of the head feeds: those with children, without the newest token."""
+        return [len(nodes) for nodes, *_ in self.levels[1:]]
+
+    def table(self, device: torch.device) -> Tensor:
+        """All lists of all levels in one row."""
+        return to_device([n for *lists, _ in self.levels for numbers in lists for n in numbers], device)
+
+    def split(self, table: Tensor) -> list[tuple[Tensor, ...]]:
+        """Take the lists of each level from `table`."""
+        sizes = [len(numbers) for *lists, _ in self.levels for numbers in lists]
+        ends = list(accumulate(sizes))
+        parts = [table[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+        return [tuple(parts[i : i + 4]) for i in range(0, len(parts), 4)]
+
+
+@dataclass(frozen=True)
+class PlanInputs(Buffers):
+    """What a round's recorded function reads: the rows' new entries, and the shape's table."""
+
+    rows: HeadInputs
+    table: Tensor
+
+
+@dataclass(frozen=True)
+class PlannedTrees(Buffers):
+    """Trees of all rows: tokens [B, N], and the q that they were sampled from [B, N, V] or None."""
+
+    tokens: Tensor
+    q: Tensor | None
+
+
+class Planned:
+    """Grows the trees of a round.
+
+    texts: the rows' text-reading processors, which only an eager function may call; None: there are none
+    """
+
+    def __init__(self, shape: PlanShape, key: PlanKey, sampling: RowSampling | None, texts: Texts | None):
+        self.shape, self.key, self.sampling, self.texts = shape, key, sampling, texts
+
+    def grow(self, given: PlanInputs, logits: Tensor, passes: TreePasses) -> PlannedTrees:
+        """Grow trees. logits: after the newest token, [B, V_d]; passes: that were started there."""
+        head, batch = passes.head, len(logits)
+        logits, missing = logits[:, None], logits.new_zeros((batch, 1), dtype=torch.bool)
+        tokens: list[Tensor] = []
+        q: list[Tensor] = []
+        for level, (nodes, places, origin, picks) in enumerate(self.shape.split(given.table)):
+            if level:
+                fed = tokens[-1][:, places]
+                missing = fed == MISSING
+                logits = passes.feed(level, fed.clamp(min=0), origin.expand(batch, -1))
+            wide = head.over_target(logits, self.key.vocab_size, float("-inf"))
+            scores = self._scores(wide, tokens, level)
+            most = self.shape.levels[level][-1]
+            if self.key.proposal is None:
+                tokens.append(best_children(scores, most, missing).flatten(1)[:, picks])
+                continue
+            assert self.sampling is not None
+            positions = given.rows.positions + level
+            stream = node_streams(given.rows.keys, positions, self.sampling.purpose, nodes.expand(batch, -1))
+            new, new_q = sampled_children(
+                proposal_distribution(scores), stream, most, missing, self.sampling.independent
+            )  # fmt: skip
+            tokens.append(new.flatten(1)[:, picks])
+            q.append(new_q.flatten(1, 2)[:, picks])
+        return PlannedTrees(torch.cat(tokens, dim=1), torch.cat(q, dim=1) if q else None)
+
+    def _scores(self, logits: Tensor, tokens: Sequence[Tensor], level: int) -> Tensor:
+        """Compute processed scores [B, F, V]; processors see each node's own path."""
+        if self.sampling is None:
+            return logits.float()
+        history = None
+        if self.texts:
+            rows = range(len(logits))
+            drafted = torch.cat([logits.new_zeros((len(logits), 0), dtype=torch.int64), *tokens], dim=1)
+            same: Mapping[int, Any] = dict.fromkeys(rows, self.shape.levels[level][0])
+            parents = dict.fromkeys(rows, self.shape.parents)
+            history = self.texts.along_paths(dict(enumerate(drafted)), parents, same, logits.shape[1])
+        flat = self.sampling.sampling.scores(logits.flatten(0, 1)[:, None], history)
+        return flat.reshape(logits.shape)

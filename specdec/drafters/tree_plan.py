@@ -1,0 +1,159 @@
+"""Fixed shapes of trees, as strategies take them in `tree=`: their notation, their nodes level by level.
+
+A plan lists children: `[3, 2, 1]` gives the newest token three children, each of those two, and each of those one; a
+list in place of a number gives one count for each node of the level above, in order (`[2, [3, 1]]`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from specdec.config import check_whole
+from specdec.errors import SpecdecError
+from specdec.models.trees import Parents, depths_of
+
+Plan = tuple[int | tuple[int, ...], ...]
+
+
+def parse_plan(value: Any, strategy: str = "draft-model") -> Plan:
+    """Parse `[3, 2, 1]`, `[2, [3, 1]]` or "3x2x1" as a plan. Raises SpecdecError for anything else."""
+    if isinstance(value, str):
+        parts = value.split("x")
+        value = [int(part) for part in parts] if all(part.isdigit() for part in parts) else None
+    elif isinstance(value, int) and not isinstance(value, bool):
+        value = [value]
+    if not isinstance(value, Sequence) or len(value) == 0:
+        raise SpecdecError(f"{strategy}: tree must list children a level, such as [3, 2, 1] or '3x2x1'")
+    plan: list[int | tuple[int, ...]] = []
+    above = 1
+    for level in value:
+        counts: list[Any] = [level] * above if isinstance(level, int) else [None]
+        if isinstance(level, Sequence):
+            counts = list(level)
+        for count in counts:
+            check_whole(f"{strategy}: tree: number of children", count, 1 if isinstance(level, int) else 0)
+        if len(counts) != above or sum(counts) == 0:
+            raise SpecdecError(f"{strategy}: tree: {level!r} does not fit a level of {above} nodes above it")
+        plan.append(level if isinstance(level, int) else tuple(counts))
+        above = sum(counts)
+    return tuple(plan)
+
+
+def plan_parents(plan: Plan) -> Parents:
+    """Return the parents of a plan's nodes, level by level."""
+    parents: list[int] = []
+    above = [-1]
+    for level in plan:
+        counts = [level] * len(above) if isinstance(level, int) else list(level)
+        new = [node for node, count in zip(above, counts, strict=True) for _ in range(count)]
+        above = list(range(len(parents), len(parents) + len(new)))
+        parents += new
+    return tuple(parents)
+
+
+def upper_levels(parents: Parents, depth: int) -> Parents:
+    """Return the nodes of a plan's first `depth` levels."""
+    return parents[: sum(d <= depth for d in depths_of(parents))]
+
+
+class PlanLevel(NamedTuple):
+    """One level of a plan, as it is drafted.
+
+    fed: the nodes that get children here, -1 = the newest token
+    origin: for each of these, the place of its parent among the nodes that were fed before
+    counts: how many children each gets
+    """
+
+    fed: tuple[int, ...]
+    origin: tuple[int, ...]
+    counts: tuple[int, ...]
+
+
+def plan_levels(parents: Sequence[int]) -> list[PlanLevel]:
+    """Return the levels of a plan's nodes, which are numbered level by level."""
+    depths, levels = depths_of(parents), list[PlanLevel]()
+    for depth in range(1, max(depths, default=0) + 1):
+        children = [parent for parent, d in zip(parents, depths, strict=True) if d == depth]
+        fed = tuple(dict.fromkeys(children))
+        origin = [levels[-1].fed.index(parents[node]) if node >= 0 else 0 for node in fed]
+        levels.append(PlanLevel(fed, tuple(origin), tuple(map(children.count, fed))))
+    return levels
+
+
+def plan_of(parents: Sequence[int]) -> Plan:
+    """Return the plan of nodes that are numbered level by level."""
+    levels, depths = [], [0, *depths_of(parents)]
+    for depth in range(max(depths)):
+        above = [node - 1 for node, d in enumerate(depths) if d == depth]
+        levels.append(tuple(list(parents).count(node) for node in above))
+    return tuple(counts[0] if len(set(counts)) == 1 else counts for counts in levels)
+
+
+def parse_opt(value: Any) -> int:
+    """Return the nodes of "opt:16", "opt-16" or "opt16"; 0 for any other value of `tree`."""
+    found = re.fullmatch(r"opt[:-]?(\d+)", value) if isinstance(value, str) else None
+    return int(found[1]) if found else 0
+
+
+# -- the best shape ----------------------------------------------------------------------------------------------------
+
+
+def expected_accepted(parents: Sequence[int], acceptance: np.ndarray) -> float:
+    """Return the expected accepted tokens of a tree: the sum over its nodes of the chance that they are accepted.
+
+    acceptance [D, C]: the chance that the child of rank j is the accepted one, at a node of depth d that was reached
+    """
+    chances, children = [1.0], [0] * (len(parents) + 1)
+    depths = [0, *depths_of(parents)]
+    for parent in parents:
+        depth, rank = depths[parent + 1], children[parent + 1]
+        inside = depth < acceptance.shape[0] and rank < acceptance.shape[1]
+        chances.append(chances[parent + 1] * float(acceptance[depth, rank]) if inside else 0.0)
+        children[parent + 1] += 1
+    return sum(chances) - 1.0
+
+
+def best_plan(acceptance: np.ndarray, nodes: int) -> Parents:
+    """Return the tree of at most `nodes` nodes with the largest `expected_accepted`, numbered level by level.
+
+    Sequoia's dynamic programme (Chen et al. 2024), with acceptance by depth as well as by rank. acceptance [D, C]: as
+    in `expected_accepted`, >= 0. O(D C nodes^2).
+    """
+    depth, ranks = acceptance.shape
+    below = np.zeros(nodes + 1)  # the best value of n nodes under a node of the level after
+    choices: list[np.ndarray] = []
+    for d in reversed(range(depth)):
+        value, sizes = np.zeros(nodes + 1), np.zeros((ranks, nodes + 1), dtype=np.int64)
+        for j in reversed(range(ranks)):  # value: of children j, j + 1, ...
+            gain = acceptance[d, j] * (1.0 + below)  # [m]: of a child with m nodes under it
+            longer = np.zeros(nodes + 1)
+            for n in range(1, nodes + 1):
+                totals = gain[:n] + value[n - 1 - np.arange(n)]
+                m = int(totals.argmax())
+                longer[n] = totals[m]
+                sizes[j, n] = m + 1  # nodes of child j, itself included
+            value = longer
+        below = value
+        choices.append(sizes)
+    return _traced(choices[::-1], nodes)
+
+
+def _traced(choices: Sequence[np.ndarray], nodes: int) -> Parents:
+    """Read a tree from the sizes [C, nodes + 1] of children by depth: of child j where n nodes are left."""
+    parents: list[int] = []
+    level = [(-1, nodes)]
+    for sizes in choices:
+        following = []
+        for node, left in level:
+            for j in range(len(sizes)):
+                if left == 0:
+                    break
+                parents.append(node)
+                following.append((len(parents) - 1, int(sizes[j, left]) - 1))
+                left -= int(sizes[j, left])
+        level = following
+    return tuple(parents)
