@@ -13,16 +13,13 @@ A rule accepts or rejects every drafted token, and says what to emit at the firs
   random numbers that the target samples p with. Equal numbers make equal tokens likely: the acceptance is
   sum_x 1 / sum_y max(p_y / p_x, q_y / q_x) (theory.expected_acceptance), and the text is still plain decoding's.
 
-- `block` (Sun et al. 2025, block verification): decides on the draft as a whole. With w_0 = 1 and w_i = min(1, w_{i-1}
-  p(x_i) / q(x_i)), accept the longest prefix whose coin falls below its acceptance probability; then sample
-  norm(max(0, w p - q)). Lossless, and on average never fewer accepted tokens than `leviathan`. Chains only.
-
-Greedy is the T -> 0 case of all: a drafted token is accepted iff it is the argmax.
+Further rules are in block_verification.py, multi_draft.py and lossy_rules.py. Greedy is the T -> 0 case of all: a
+drafted token is accepted iff it is the argmax.
 
 Trees are walked from the newest token down, all rows at once: at each node the rule picks the accepted child, if any,
 and the walk goes on there. Under `match`, `coupled`, greedy, and for drafts without q, it is the child that equals the
 target's own token, sampled with the random numbers of its position, as in plain decoding. `leviathan` with q is
-recursive rejection over the siblings (SpecInfer, Miao et al. 2023; Jeon et al. 2024): with p_1 = p, accept sibling i
+recursive rejection over siblings sampled without replacement (Jeon et al. 2024): with p_1 = p, accept sibling i
 with probability min(1, p_i(x) / q_i(x)), else p_{i+1} = norm(max(0, p_i - q_i)); after the last sibling sample the last
 residual. q_i is the distribution that sibling i was really sampled from, given the siblings before it. By induction
 from the last sibling up, the node emits a sample of p_i from sibling i on, so of p from the first on: each sibling is
@@ -187,8 +184,8 @@ class AcceptanceRule:
     next_token(block, column [B]) -> ids [B]: the token after the last accepted one, which was fed at `column`
     pick_child(block, column [B]) -> columns [B]: with trees, the accepted child of `column`, 0 for none; a rule without
         it judges chains only
-    proposal: how model drafters must propose: their argmax, a sample of q, or ("coupled") the sample of q that the
-        target's own random numbers give
+    proposal: how model drafters must propose: "argmax"; "sample" of q, siblings without replacement; "independent"
+        samples of q; or "coupled" and "coupled-independent", the same with the target's own random numbers
     lossy: the output's distribution is not the target's
     recordable: the functions are tensor operations on the block alone, so they may be recorded once and replayed for
         other blocks (not so for a rule with a state, a generator or a branch on values)
@@ -196,7 +193,7 @@ class AcceptanceRule:
     """
 
     name: str
-    proposal: Literal["argmax", "sample", "coupled"]
+    proposal: Literal["argmax", "sample", "coupled", "independent", "coupled-independent"]
     accepts: Callable[[Block], Tensor]
     next_token: Callable[[Block, Tensor], Tensor]
     lossy: bool = False
@@ -364,11 +361,11 @@ def residual_token(block: Block, column: Tensor) -> Tensor:
     if block.tree is not None:
         left = reject_siblings(block, column)
         position = block.positions + pick(block.tree.depths, column)
-        return race(left.residual, _next_stream(block, position, left.rejected))
-    return _sample_residual(block, column, torch.ones_like(block.p[:, 0, 0]))
+        return race(left.residual, next_stream(block, position, left.rejected))
+    return sample_residual(block, column, torch.ones_like(block.p[:, 0, 0]))
 
 
-def _sample_residual(block: Block, column: Tensor, weight: Tensor) -> Tensor:
+def sample_residual(block: Block, column: Tensor, weight: Tensor) -> Tensor:
     """Sample norm(max(0, weight p - q)) in rows whose draft goes on at `column`, and p in the others, [B]."""
     assert block.q is not None and block.has_q is not None
     rejected = (column < block.lengths) & block.has_q
@@ -378,10 +375,10 @@ def _sample_residual(block: Block, column: Tensor, weight: Tensor) -> Tensor:
     # Rows without q get here as well: their sample of p with the SAMPLE stream is the one `match` compares with.
     # Normalised: weights below float32's smallest normal number would lose their race to tokens of weight zero.
     weights = torch.where(rejected[:, None] & (mass > 0), residual / mass, p)
-    return race(weights, _next_stream(block, block.positions + column, rejected))
+    return race(weights, next_stream(block, block.positions + column, rejected))
 
 
-def _next_stream(block: Block, position: Tensor, rejected: Tensor) -> Tensor:
+def next_stream(block: Block, position: Tensor, rejected: Tensor) -> Tensor:
     """Return the stream [B] of the next token: the target's own unless a drafted token was rejected there."""
     residual, own = (streams(block.keys, position, purpose) for purpose in (Purpose.RESIDUAL, Purpose.SAMPLE))
     return torch.where(rejected, residual, own)
@@ -421,16 +418,21 @@ class Siblings:
     rejected: Tensor
 
 
-def reject_siblings(block: Block, column: Tensor) -> Siblings:
-    """Test the children of `column` [B] one after the other, updating the residual; rows without q are not tested."""
-    assert block.q is not None and block.has_q is not None and block.tree is not None
+def reject_siblings(block: Block, column: Tensor, points: bool = False) -> Siblings:
+    """Test the children of `column` [B] one after the other, updating the residual; rows without q are not tested.
+
+    points: each child is judged as if its q were all on it, whatever it was sampled from
+    """
+    assert block.tree is not None
+    has_q = block.has_q if block.has_q is not None and not points else block.lengths >= 0
     position = block.positions + pick(block.tree.depths, column)
     stream = streams(block.keys, position, Purpose.ACCEPT)
     p = pick(block.p, column)
-    accepted, rejected = torch.zeros_like(column), torch.zeros_like(block.has_q)
+    accepted, rejected = torch.zeros_like(column), torch.zeros_like(has_q)
     for i, (child, node, exists) in enumerate(children_of(block, column)):
-        tested = exists & block.has_q & (accepted == 0)
-        token, q = pick(block.draft, node)[:, None], pick(block.q, node)  # [B, 1], [B, V]
+        tested = exists & has_q & (accepted == 0)
+        token = pick(block.draft, node)[:, None]  # [B, 1]
+        q = pick(block.q, node) if block.q is not None and not points else torch.zeros_like(p).scatter(1, token, 1.0)
         # Each sibling has its own coin; the first sibling's is the one a chain would use.
         coin = uniform(stream if i == 0 else fold(stream, i))
         by_ratio = coin * q.gather(1, token)[:, 0] < p.gather(1, token)[:, 0]
@@ -442,48 +444,6 @@ def reject_siblings(block: Block, column: Tensor) -> Siblings:
         accepted = torch.where(accepts, child, accepted)
         rejected = rejected | rejects
     return Siblings(accepted, p, rejected)
-
-
-# -- block: the longest prefix by joint ratios -------------------------------------------------------------------------
-
-
-def prefix_weights(block: Block) -> Tensor:
-    """The share of each prefix of the draft that can be accepted, [B, S + 1]: w_0 = 1, w_i = min(1, w_{i-1} p / q)."""
-    assert block.q is not None
-    index = block.draft[..., None]
-    ratio = block.p.gather(-1, index)[..., 0] / block.q.gather(-1, index)[..., 0]  # [B, S]
-    weights = [torch.ones_like(ratio[:, 0])]
-    for s in range(ratio.shape[1]):
-        weights.append((weights[-1] * ratio[:, s].nan_to_num(nan=0.0)).clamp(max=1.0))
-    return torch.stack(weights, dim=1)
-
-
-def block_acceptance(block: Block) -> Tensor:
-    """The probability that the first s + 1 drafted tokens are accepted, if no longer prefix is, [B, S]."""
-    assert block.q is not None
-    weights = prefix_weights(block)
-    after = block.columns + 1  # where the token after the prefix is predicted
-    at = after.clamp(max=block.scores.shape[1] - 1)
-    rest = (weights[:, 1:, None] * block.p[:, at] - block.q[:, at]).clamp(min=0).sum(dim=-1)  # [B, S]
-    shorter = (rest / (rest + 1 - weights[:, 1:])).nan_to_num(nan=0.0)  # 0 / 0: p = q there, a longer prefix decides
-    return torch.where(after < block.lengths[:, None], shorter, weights[:, 1:])
-
-
-def in_accepted_block(block: Block) -> Tensor:
-    """Accept the longest prefix whose last token's coin allows it, [B, S]. A chunk of a long draft is a block."""
-    if block.q is None or block.sampling.greedy:
-        return is_own(block)
-    assert block.has_q is not None
-    allowed = block.tested & (uniform(block.streams(Purpose.ACCEPT, fresh=True)) < block_acceptance(block))
-    length = ((block.columns + 1) * allowed).amax(dim=-1, keepdim=True)
-    return torch.where(block.has_q[:, None], block.columns < length, is_own(block))
-
-
-def block_residual_token(block: Block, column: Tensor) -> Tensor:
-    """Return a sample of norm(max(0, w p - q)) where the draft goes on after the accepted prefix, else of p, [B]."""
-    if block.q is None or block.sampling.greedy:
-        return own_token(block, column)
-    return _sample_residual(block, column, pick(prefix_weights(block), column))
 
 
 # -- rules by name -----------------------------------------------------------------------------------------------------
@@ -509,7 +469,6 @@ LEVIATHAN = register_rule(
     AcceptanceRule("leviathan", "sample", passes_ratio, residual_token, pick_child=pick_by_ratio, recordable=True)
 )
 COUPLED = register_rule(replace(MATCH, name="coupled", proposal="coupled"))
-BLOCK = register_rule(AcceptanceRule("block", "sample", in_accepted_block, block_residual_token, recordable=True))
 
 
 def find_rule(rule: Any) -> AcceptanceRule:

@@ -167,7 +167,7 @@ class Call:
             target.pool.give_back(cache)
             raise
         if self.costs is not None:
-            free = self.sampling.greedy or self.rule.proposal != "sample"  # the text does not depend on drafts
+            free = self.rule.keeps_text(self.sampling.greedy)  # so the text does not depend on drafts
             chain.lengths = LengthController(chain.drafters, self.automatic, self.costs, shapes, self.batch, free)
         self.reads_before = decoder.reader.count
         self.recorded_before = {role: r.recorded for role, r in decoder._runners().items()}

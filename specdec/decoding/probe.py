@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from specdec.decoding.acceptance import AcceptanceRule, Block, Verdict
+from specdec.drafters.base import COUPLED
 from specdec.theory import coupled_joint
 
 
@@ -85,7 +86,7 @@ class Probe:
 
     def _expected(self, tested: Tensor) -> Tensor:
         """`RoundDetails.expected`, [B, S]; NaN where it has no simple form: under `coupled`, siblings after the
-        first."""
+        first; under `gumbel-list`, all nodes of trees."""
         block = self.block
         if block.sampling.greedy:
             own = block.scores.argmax(dim=-1).gather(1, self.tested_at)
@@ -103,8 +104,9 @@ class Probe:
             at, one = self.tested_at[:, node], slice(node, node + 1)
             p = left[rows, at]
             found = self._acceptance(p[:, None], has_q[:, one], one)[:, 0]
-            if self.rule.proposal == "coupled":
-                found = torch.where(seen[rows, at] & has_q[:, node], torch.nan, found)
+            if self.rule.proposal in COUPLED:
+                is_listed = self.rule.proposal != "coupled"
+                found = torch.where((seen[rows, at] | is_listed) & has_q[:, node], torch.nan, found)
             expected[:, node] = found
             seen[rows, at] = True
             left[rows, at] = self._residual(p, has_q[:, node], node)
@@ -116,7 +118,7 @@ class Probe:
         if self.block.q is None or self.rule.proposal == "argmax":
             return drafted
         q = self.block.q[:, nodes]
-        if self.rule.proposal == "coupled":
+        if self.rule.proposal in COUPLED:
             joint = coupled_joint(p.double(), torch.where(has_q[..., None], q, p).double())
             return torch.where(has_q, joint.sum(-1).to(p.dtype), drafted)
         return torch.where(has_q, torch.minimum(p, q).sum(-1), drafted)

@@ -27,7 +27,7 @@ from specdec.decoding.row import Row, RowVerdict
 from specdec.device.buffers import Buffers
 from specdec.device.host_read import Arriving, HostReader, Packed
 from specdec.device.transfer import array_on, moved
-from specdec.drafters.base import Draft
+from specdec.drafters.base import COUPLED, Draft
 from specdec.errors import SpecdecError
 from specdec.models.kv_cache import RaggedCache
 from specdec.models.passes import PassInputs, PassKey
@@ -376,7 +376,7 @@ class Verifier:
                 wide, name = q.shape[-1], drafts[b].drafter
                 raise SpecdecError(f"strategy {name!r} gave a q over {wide} ids, the target has {self.vocab_size}")
         # Under coupled q is only recorded: acceptance compares tokens.
-        return {} if self.rule.proposal == "coupled" and not self.record else found
+        return {} if self.rule.proposal in COUPLED and not self.record else found
 
     def _q(self, plan: PassPlan) -> Tensor | None:
         """Gather q [B, S, V], aligned with the scores; None if no row has one."""

@@ -12,16 +12,8 @@ import pytest
 import torch
 
 from specdec import AcceptanceRule, DraftModel, PromptLookup, SpeculativeDecoder
-from specdec.decoding.acceptance import (
-    BLOCK,
-    LEVIATHAN,
-    MATCH,
-    Block,
-    block_acceptance,
-    block_residual_token,
-    judge,
-    prefix_weights,
-)
+from specdec.decoding.acceptance import LEVIATHAN, MATCH, Block, judge
+from specdec.decoding.block_verification import BLOCK, block_acceptance, block_residual_token, prefix_weights
 from specdec.sampling.sampling import Purpose, Sampling, fold, streams, uniform
 from tests.decoding.test_acceptance import make_block
 from tests.helpers.laws import cell, fit, samples, small_model, three_token_law
