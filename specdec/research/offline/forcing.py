@@ -19,9 +19,10 @@ from torch import Tensor
 
 from specdec.device.transfer import to_device
 from specdec.drafters.base import pad_vocabulary
+from specdec.drafters.siblings import best_siblings, sample_siblings
 from specdec.errors import SpecdecError
 from specdec.models.runner import Runner, Shapes
-from specdec.sampling.sampling import History, Purpose, race, streams
+from specdec.sampling.sampling import History, Purpose, fold, race, streams
 from specdec.theory import coupled_joint
 
 CHUNK = 64  # tokens of a pass: bounds the memory that distributions take
@@ -34,6 +35,7 @@ class ForcedText:
     weight: P(a tested draft was accepted | this token was written).
     confidence: the draft's top probability at T = 1.
     expected: P(a tested draft is accepted) before this token is known.
+    siblings [n, C]: P(the draft's i-th sibling was accepted | this token was written), if asked for.
     """
 
     prompt: np.ndarray
@@ -41,15 +43,21 @@ class ForcedText:
     weight: np.ndarray
     confidence: np.ndarray
     expected: np.ndarray
+    siblings: np.ndarray | None = None
 
 
-def force(decoder: Any, call: Any, outputs: Sequence[Sequence[int]], acceptance: str) -> list[ForcedText]:
-    """Read each text with target and draft; without a draft model all numbers are NaN."""
+def force(
+    decoder: Any, call: Any, outputs: Sequence[Sequence[int]], acceptance: str, siblings: int = 0
+) -> list[ForcedText]:
+    """Read each text with target and draft; without a draft model all numbers are NaN.
+
+    siblings: of trees, of which the chances are wanted as well; 0 = none
+    """
     if len(outputs) != len(call.rows):
         raise SpecdecError(f"what_if: got {len(outputs)} outputs for {len(call.rows)} rows")
     rule = "greedy" if call.sampling.greedy else acceptance
     with _reading(decoder, call, outputs) as readers:
-        return [_forced(readers, row, output, rule) for row, output in zip(call.rows, outputs, strict=True)]
+        return [_forced(readers, row, output, rule, siblings) for row, output in zip(call.rows, outputs, strict=True)]
 
 
 def read_pair(decoder: Any, call: Any, outputs: Sequence[Sequence[int]]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -75,17 +83,23 @@ def _reading(decoder: Any, call: Any, outputs: Sequence[Sequence[int]]) -> Itera
             reader.close()
 
 
-def _forced(readers: Sequence[_Reader], row: Any, output: Sequence[int], rule: str) -> ForcedText:
+def _forced(
+    readers: Sequence[_Reader], row: Any, output: Sequence[int], rule: str, siblings: int
+) -> ForcedText:  # fmt: skip
     parts = [np.full((3, len(output)), np.nan)]
+    chances = [np.full((len(output), siblings), np.nan)]
     if readers and len(output):
         device = readers[0].runner.device
         target, draft = (reader.read(row, output) for reader in readers)
         ids = to_device(list(output), device).split(CHUNK)
         noise = _streams(row, len(output), device).split(CHUNK)
-        parts = [_judge(p, q, x, own, rule) for p, q, x, own in zip(target, draft, ids, noise, strict=True)]
+        given = list(zip(target, draft, ids, noise, strict=True))
+        parts = [_judge(p, q, x, own, rule) for p, q, x, own in given]
+        if siblings:
+            chances = [_siblings(p[0], q[0], x, own, rule, siblings) for p, q, x, own in given]
     weight, confidence, expected = np.concatenate(parts, axis=1)
     prompt, written = (np.asarray(ids, dtype=np.int64) for ids in (row.prompt, output))
-    return ForcedText(prompt, written, weight, confidence, expected)
+    return ForcedText(prompt, written, weight, confidence, expected, np.concatenate(chances) if siblings else None)
 
 
 class _Reader:
@@ -168,3 +182,35 @@ def _judge(
         agreed = best == target[0].argmax(dim=-1)
         expected = agreed if rule == "greedy" else p.gather(-1, best[:, None])[:, 0]
     return torch.stack([v.double() for v in (weight, confidence, expected)]).cpu().numpy()
+
+
+SAMPLES = 32  # of siblings at each place of a text, under leviathan
+
+
+def _siblings(p_scores: Tensor, q_scores: Tensor, x: Tensor, own: Tensor, rule: str, count: int) -> np.ndarray:
+    """P(the i-th sibling was accepted | the text), float64 [c, count], from scores [c, V], written ids and streams [c].
+
+    Where siblings are best tokens, or `coupled`, it is known which of them is the written token. Under `leviathan` the
+    i-th is accepted with the chance that those before it were rejected, times min(p_i(x), q_i(x)) / p(x), where p_i and
+    q_i are what they leave: an average over samples of them, without bias.
+    """
+    p, q = (torch.softmax(scores.to(x.device), dim=-1) for scores in (p_scores, q_scores))
+    if rule == "coupled":
+        return (sample_siblings(q, own, count)[0] == x[:, None]).double().cpu().numpy()
+    if rule != "leviathan":
+        return (best_siblings(q_scores.to(x.device), count)[0] == x[:, None]).double().cpu().numpy()
+    at = x[:, None]
+    found = torch.zeros((len(x), count), dtype=torch.float64, device=x.device)
+    for sample in range(SAMPLES):
+        tokens, q_left = sample_siblings(q, fold(own, sample), count)
+        left, none = p, torch.ones_like(found[:, 0])
+        for i in range(count):
+            q_i, token = q_left[:, i], tokens[:, i : i + 1]
+            found[:, i] += none * torch.minimum(left, q_i).gather(1, at)[:, 0]
+            ratio = left.gather(1, token) / q_i.gather(1, token)
+            none = none * (1.0 - ratio[:, 0].nan_to_num(0.0).clamp(max=1.0))
+            rest = (left - q_i).clamp(min=0)
+            mass = rest.sum(dim=-1, keepdim=True)
+            left = torch.where(mass > 0, rest / mass, left)
+    chance = found / SAMPLES / p.double().gather(1, at)
+    return chance.nan_to_num(0.0, 0.0, 0.0).cpu().numpy()

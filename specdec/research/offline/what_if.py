@@ -11,19 +11,22 @@ for argmax proposals (greedy, `match`) and for `coupled`, whose samples are know
 independent, so that
 
 - drafts of the draft model alone are a Markov chain over round starts, and their expected rounds are computed exactly,
-  for every k and p_min at once;
+  for every k and p_min at once; so are those of trees of fixed shapes, from the chance of each sibling, and the best
+  shape of a size is found (what_if_trees.py);
 - chains are replayed round by round (specdec.research.replay), n-gram strategies with their real state and drafts, the
   draft model with a coin of probability w at every position; where all w are 0 or 1 one replay is exact.
 
 Averaged over texts both are unbiased; for greedy, `match` and `coupled` runs, whose text does not depend on the
-drafter, they are about the very texts that a speculative run would write. Not covered, and refused: trees, `top_n`, and
-`n_min` where it would throw drafts away. One estimate is approximate: how many tokens are drafted after the first that
-is rejected, where p_min decides; the text's own confidences stand in for those of the draft's continuation. Strategies
-that are told to share state between rows are replayed row after row, as with batch_size=1.
+drafter, they are about the very texts that a speculative run would write. Not covered, and refused: trees in chains
+with others, `branches`, `top_n`, and `n_min` where it would throw drafts away. One estimate is approximate: how many
+tokens are drafted after the first that is rejected, where p_min decides; the text's own confidences stand in for those
+of the draft's continuation. Strategies that are told to share state between rows are replayed row after row, as with
+batch_size=1.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -36,10 +39,13 @@ from specdec.decoding.timing import measure_passes, room_for
 from specdec.drafters import make_drafters
 from specdec.drafters.base import Draft, DraftContext, Drafter, DraftRequest, Tokens
 from specdec.drafters.chain import build_chain
+from specdec.drafters.tree_plan import parse_plan, plan_of, plan_parents
 from specdec.errors import SpecdecError
+from specdec.models.trees import Parents, depths_of, most_children
 from specdec.research.bootstrap import ratio
 from specdec.research.offline.forcing import ForcedText, force
 from specdec.research.offline.replay import Text, model_free_chain, replay
+from specdec.research.offline.what_if_trees import best_shape, tree_counts
 from specdec.theory import Costs
 
 RULES = ("leviathan", "match", "coupled")
@@ -49,7 +55,7 @@ RULES = ("leviathan", "match", "coupled")
 class Plan:
     """One setting and what it gives.
 
-    chain: the strategies as given, or "draft-model" with k and p_min.
+    chain: the strategies as given, or "draft-model" with k and p_min, or with a tree.
     tokens, rounds: over all texts.
     low, high: 95 % interval of tokens_per_round, from resampled texts; None = of one text.
     drafted_per_round: tokens.
@@ -99,6 +105,7 @@ def estimate(
     ks: Sequence[int] | None = None,
     p_mins: Sequence[float] = (0.0,),
     chains: Sequence[Any] = (),
+    trees: Sequence[Any] = (),
     *,
     acceptance: str = "leviathan",
     outputs: Sequence[Sequence[int]] | None = None,
@@ -112,6 +119,7 @@ def estimate(
     Args:
         ks, p_mins: draft lengths and thresholds of `draft-model`; ks=None = 1..8 with a draft model, else none.
         chains: strategies in any form that `generate` takes.
+        trees: shapes of draft-model's `tree=`, and numbers of nodes: the best shape of so many nodes on these texts.
         acceptance: leviathan, match or coupled.
         outputs: texts of an earlier plain run with the same options, in place of one now.
         cost: for speed-ups, for instance of `measure_cost`.
@@ -131,15 +139,22 @@ def estimate(
         check_whole("what_if: ks", k, 1)
     if ks and decoder.draft is None:
         raise SpecdecError("what_if: draft lengths need a draft model: pass draft=... when the decoder is built")
+    if trees and decoder.draft is None:
+        raise SpecdecError("what_if: trees need a draft model: pass draft=... when the decoder is built")
     call = decoder._call(prompts, [], acceptance=acceptance, seed=seed, **options)
-    if not call.rows or not (ks or chains):
-        raise SpecdecError("what_if: nothing to estimate: give prompts, and draft lengths or chains")
+    if not call.rows or not (ks or chains or trees):
+        raise SpecdecError("what_if: nothing to estimate: give prompts, and draft lengths, trees or chains")
     greedy = call.sampling.greedy
     made = [(_label(chain), _drafters(chain, decoder, greedy or acceptance == "match")) for chain in chains]
     if outputs is None:
         outputs = decoder.generate(prompts, strategies=[], acceptance=acceptance, seed=seed, **options).token_ids
-    texts = force(decoder, call, outputs, acceptance)
+    sizes = [tree for tree in trees if isinstance(tree, int)]
+    shapes = [plan_parents(parse_plan(tree, "what_if")) for tree in trees if not isinstance(tree, int)]
+    widest = max([min(SIBLINGS, max(sizes, default=0)), *map(most_children, shapes)])
+    texts = force(decoder, call, outputs, acceptance, widest)
+    shapes += [best_shape(texts, nodes) for nodes in sizes]
     plans = [_markov(texts, k, p_min, cost, seed) for p_min in p_mins for k in ks]
+    plans += [_tree(texts, parents, cost, seed) for parents in shapes]
     plans += [_replayed(label, drafters, texts, samples, seed) for label, drafters in made]
     known = [t.expected for t in texts if decoder.draft is not None]
     return WhatIf(plans, float(np.concatenate(known).mean()) if known else None, texts)
@@ -201,6 +216,19 @@ def _markov(texts: Sequence[ForcedText], k: int, p_min: float, cost: Costs | Non
     return _plan("draft-model", k, p_min, total, seed, speedup)
 
 
+SIBLINGS = 8  # most children of a node in the best shapes
+
+
+def _tree(texts: Sequence[ForcedText], parents: Parents, cost: Costs | None, seed: int) -> Plan:
+    counts = [tree_counts(t.siblings, parents) for t in texts if t.siblings is not None]
+    total = np.array(counts, np.float64)
+    tokens, rounds, drafted = total.sum(axis=0).tolist()
+    levels = max(depths_of(parents))
+    speedup = cost.speedup(tokens / rounds, levels, drafted / rounds) if cost is not None and rounds else None
+    shape = json.dumps(plan_of(parents)).replace(" ", "")
+    return _plan(f"draft-model:tree={shape}", None, None, total, seed, speedup)
+
+
 def _plan(chain: str, k: int | None, p_min: float | None, counts: np.ndarray, seed: int, speedup: Any = None) -> Plan:
     """counts [texts, 3]: tokens, rounds and drafted tokens of each text."""
     tokens, rounds, drafted = counts.sum(axis=0).tolist()
@@ -253,7 +281,9 @@ def _drafters(chain: Any, decoder: Any, argmax: bool) -> list[Any]:
     for i, drafter in enumerate(drafters):
         if drafter.name == "draft-model":
             if drafter.makes_trees or drafter.top_n is not None or drafter.translate or (argmax and drafter.n_min):
-                raise SpecdecError("what_if covers draft-model with n_max and p_min: no trees, top_n, translate, n_min")
+                raise SpecdecError(
+                    "what_if covers draft-model with n_max and p_min: no trees (see trees=), top_n, translate, n_min"
+                )
             drafters[i] = _Forced(drafter.n_max, drafter.p_min, drafter.n_min, np.random.default_rng(0))
         elif drafter.name in ("eagle3", "early-exit"):
             raise SpecdecError(f"what_if: strategy {drafter.name!r} needs a model of its own: it is not covered")
