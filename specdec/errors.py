@@ -23,6 +23,10 @@ class SpecdecError(ValueError):
         super().__init__(line if len(line) <= LONGEST else f"{line[: LONGEST - 200]} ... {line[-200:]}")
 
 
+class SettingWarning(UserWarning):
+    """A setting that is allowed and does something else than its name says; the command line prints it."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """A hint for the end of a message: the known name that is most like `name`, "" if none is."""
     near = difflib.get_close_matches(name, list(known), n=1)

@@ -148,6 +148,7 @@ def print_summary(console: Console, summary: Mapping[str, Any]) -> None:
     print_gate(console, summary["gate"])
     if loops := loop_warning(summary):
         console.print(loops, style="yellow", soft_wrap=True)
+    output.print_context(console, summary.get("context_rows", 0), summary["rows"])
     if sum(entry["rows"] for entry in summary["errors"]) == summary["rows"]:
         console.print(EVERY_ROW_FAILED, style="bold red")
     for entry in summary["errors"][:SHOWN]:

@@ -20,7 +20,17 @@ from specdec.research.demo import load_decoder
 from specdec.research.prompts.datasets import Prompt
 
 INTERRUPTED = 130
-SHARED = ("models", "weights", "strategies", "seed", "settings", "devices", "dtypes", "versions")  # of the provenance
+SHARED = (
+    "models",
+    "weights",
+    "strategies",
+    "own_code",
+    "seed",
+    "settings",
+    "devices",
+    "dtypes",
+    "versions",
+)  # of the provenance
 
 
 @with_groups
@@ -106,6 +116,7 @@ def _print(console: Console, tokenizer: Any, out: Generation, file: Path | None)
         shown["lossy"] = "yes: the acceptance rule changes the distribution of the text"
     console.print(output.facts(shown))
     output.print_loops(console, out.token_ids)
+    output.print_context(console, out.finish_reasons.count("context"), len(out))
     for text in out.provenance["warnings"]:
         console.print(text, style="yellow", soft_wrap=True)
     if palette:

@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers.utils import logging as transformers_logging
 
+from specdec.errors import SettingWarning
 from specdec.research.bench import tables
 from specdec.research.bench.tables import figure as number
 from specdec.research.colours import colour_of, on_any_ground
@@ -65,6 +66,8 @@ def quiet() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            warnings.simplefilter("default", SettingWarning)
+            warnings.showwarning = lambda message, *where: warn(str(message))
             yield
     finally:
         for log, level in zip(loggers, levels, strict=True):
@@ -247,6 +250,13 @@ def print_loops(console: Console, texts: Sequence[Sequence[int]]) -> None:
     """Say how much of the texts is in loops, if anything."""
     if share := loop_share(texts):
         line = f"{share:.0%} of the tokens are in loops: a text that repeats one piece is easily drafted"
+        console.print(line, style="yellow", soft_wrap=True)
+
+
+def print_context(console: Console, ended: int, texts: int) -> None:
+    """Say that texts end where the context does, if any."""
+    if ended:
+        line = f"{ended} of {texts} texts ended at the context's limit, before their end and before max_new_tokens"
         console.print(line, style="yellow", soft_wrap=True)
 
 

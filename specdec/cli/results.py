@@ -40,13 +40,14 @@ def results(
         raise SpecdecError("--out writes a file of --csv or --latex: give one of them")
     if out is not None:
         check_writable(out, "--out")
+    wanted = dict(map(_pair, where or ()))
     found = Results.load(source)
     if isinstance(found, Results):
         found = found.without_loops() if drop_loops else found
     elif drop_loops or baseline is not None:
         raise SpecdecError("--drop-loops and --baseline need rows, and a benchmark's document has pooled figures")
-    if where:
-        found = found.where(**dict(map(_pair, where)))
+    if wanted:
+        found = found.where(**wanted)
     if baseline is not None and isinstance(found, Results):
         table = found.against(baseline)
     else:

@@ -24,6 +24,7 @@ from specdec.drafters.chain import build_chain
 from specdec.drafters.costs import as_costs, costs_for
 from specdec.drafters.length import LengthController, automatic, unlimited
 from specdec.errors import SpecdecError
+from specdec.files.own_code import code_hashes
 from specdec.models.kv_cache import KeptRows
 from specdec.models.names import model_name
 from specdec.models.runner import Shapes
@@ -260,6 +261,7 @@ class Call:
             "seed": self.settings.seed,
             "settings": {**self.settings.to_dict(), "acceptance": self.rule.name},
             "strategies": [{"name": d.name, **d.parameters()} for d in self.drafters],
+            "own_code": code_hashes([*self.drafters, self.rule.accepts]),
             "shared_state": [d.name for d in self.drafters if d.shares_state],
             "draft_length": ["auto" if a else "given" for a in self.automatic],
             "costs": None if self.costs is None else self.costs.to_dict(),

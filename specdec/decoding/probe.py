@@ -26,7 +26,7 @@ class RoundDetails:
 
     p is the processed distribution; in a greedy run, the softmax of the scores whose argmax is taken.
 
-    rank [n]: tokens more probable under p than the drafted one
+    rank [n]: place of the drafted token among those of p, 1 = the most probable
     tv [n]: TV(p, q); None if q is unknown
     expected [n]: probability that a token proposed there is accepted if tested, given the tokens before it; for a token
         without q, that this token is accepted; None: unknown
@@ -76,8 +76,8 @@ class Probe:
         chosen = emitted_from.gather(-1, emitted[..., None])
         best = p.topk(min(self.top, p.shape[-1]), dim=-1)
         wanted = [
-            (tested > drafted).sum(-1), self._expected(tested), torch.special.entr(p).sum(-1), best.indices,
-            best.values, chosen[..., 0], (emitted_from > chosen).sum(-1), columns,
+            (tested > drafted).sum(-1) + 1, self._expected(tested), torch.special.entr(p).sum(-1), best.indices,
+            best.values, chosen[..., 0], (emitted_from > chosen).sum(-1) + 1, columns,
         ]  # fmt: skip
         if block.q is not None:
             proposed = block.q.topk(min(self.top, p.shape[-1]), dim=-1)

@@ -351,7 +351,8 @@ def as_drafter(made: Any) -> Any:
         known["fresh"] = lambda context: adapted
     adapted: Drafter
     methods = {name: staticmethod(value) if callable(value) else value for name, value in known.items()}
-    adapted = type(type(made).__name__, (Drafter,), {"name": made.name, **methods})()
+    own = {"name": made.name, "__module__": type(made).__module__}
+    adapted = type(type(made).__name__, (Drafter,), {**own, **methods})()
     adapted.name = made.name
     return adapted
 

@@ -10,7 +10,7 @@ import hashlib
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -90,7 +90,19 @@ def source_hash(name: str) -> str | None:
     """A short hash of the file behind `module:attribute`; None for a registered name."""
     module = sys.modules.get(name.partition(":")[0]) if ":" in name else None
     file = getattr(module, "__file__", None)
-    return None if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
+    return None if file is None else _file_hash(file)
+
+
+def code_hashes(objects: Iterable[Any]) -> dict[str, str]:
+    """Short hashes of the files of the user's own code behind drafters and rules, by module."""
+    modules = {getattr(o, "__module__", None) or "" for o in objects}
+    own = {name: sys.modules.get(name) for name in sorted(modules) if name.split(".")[0] != "specdec"}
+    files = {name: getattr(module, "__file__", None) for name, module in own.items()}
+    return {name: _file_hash(file) for name, file in files.items() if file is not None and Path(file).is_file()}
+
+
+def _file_hash(file: str) -> str:
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
 
 
 def _is_module_name(text: str) -> bool:

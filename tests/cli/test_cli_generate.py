@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,11 @@ import pytest
 
 from specdec import SpeculativeDecoder
 from specdec.cli.options import Prompts, SetPrompts
-from specdec.errors import SpecdecError
+from specdec.drafters import NgramMod
+from specdec.errors import SettingWarning, SpecdecError
 from specdec.research.prompts.datasets import load_prompts
 from tests.cli.test_cli import PAIR, refused, run, run_json
+from tests.helpers.grid import save_model
 
 SHORT = (*PAIR, "--max-new-tokens", "4")
 LINES = [{"prompt": "a = 1\n", "id": "x", "category": "code"}, {"prompt": "import os\n", "id": "y"}]
@@ -109,3 +113,34 @@ def test_help_says_what_a_prompt_file_is() -> None:
     shown = " ".join(run("generate", "--help", env={"COLUMNS": "200"}).stdout.split())
     assert ".jsonl" in shown
     assert "no effect beside" in refused("generate", *SHORT, "--prompt", "a", "--category", "qa")
+
+
+def test_a_length_below_ngram_mods_least_is_said_and_done() -> None:
+    with pytest.warns(SettingWarning, match="n_max=4 is below n_min=48: only drafts of exactly 4 tokens"):
+        NgramMod(n_max=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SettingWarning)
+        assert (NgramMod(n_max=4, n_min=4).n_max, NgramMod().n_min) == (4, 48)
+    short = ("--prompt", "a", "--max-new-tokens", "1")
+    done = run("generate", "--target", "demo-target", *short, "--strategies", "ngram-mod:n_max=4", "--json")
+    assert done.exit_code == 0
+    assert "warning: ngram-mod: n_max=4 is below n_min=48" in " ".join(done.stderr.split())
+
+
+def test_a_text_that_the_context_ends_is_a_sentence_and_own_code_has_a_hash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = save_model(tmp_path / "short", max_position_embeddings=16)
+    (tmp_path / "of_mine.py").write_text(
+        "from specdec import Draft\nclass Zero:\n    name = 'zero'\n    def begin(self, row, prompt): pass\n"
+        "    def draft(self, requests): return [Draft([0]) for _ in requests]\n"
+        "    def accept(self, row, n_accepted, is_other): pass\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    call = ("generate", "--target", target, "--prompt", "a b c", "--prompt", "a", "--max-new-tokens", "14")
+    shown = run(*call, "--strategies", "of_mine:Zero")
+    assert "1 of 2 texts ended at the context's limit" in shown.stdout, shown.output
+    made = json.loads(run(*call, "--strategies", "of_mine:Zero", "--json").stdout)["provenance"]
+    digest = hashlib.sha256((tmp_path / "of_mine.py").read_bytes()).hexdigest()[:16]
+    assert made["own_code"] == {"of_mine": digest}
+    assert json.loads(run(*call, "--json").stdout)["provenance"]["own_code"] == {}

@@ -126,7 +126,7 @@ def test_a_token_tells_its_numbers(trace: Trace) -> None:
     assert r.details is not None
     assert r.details.tv is not None
     titles = [a["title"] for a, _ in Reader(trace.to_html()).all("span", "t")]
-    numbers = f"p {r.p[0]:.4g} (rank {r.details.rank[0] + 1}), q {r.q[0]:.4g}, TV(p, q) {r.details.tv[0]:.3f}"
+    numbers = f"p {r.p[0]:.4g} (rank {r.details.rank[0]}), q {r.q[0]:.4g}, TV(p, q) {r.details.tv[0]:.3f}"
     assert any(numbers in title for title in titles)
     assert all("target's best" in title for title in titles)
 

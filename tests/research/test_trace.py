@@ -13,6 +13,7 @@ import torch
 
 import specdec
 from specdec import SpecdecError
+from specdec.research.traces import trace_files
 from specdec.research.traces.trace import Trace, pieces, record
 from tests.helpers.playing import Scripted, looping, quoting_ids, random_ids, right_until, weaker
 from tests.helpers.tiny import tiny_model
@@ -93,7 +94,7 @@ def test_details_are_those_of_plain_forward_passes(
             p = law(decoder.target.model, known + before, temperature)
             q = law(decoder.draft.model, known + before, temperature)
             column = parent + 1
-            assert d.rank[node] == int((p > p[token]).sum())
+            assert d.rank[node] == 1 + int((p > p[token]).sum())
             assert d.top_ids[column] == p.topk(5).indices.tolist()
             assert d.top[column] == pytest.approx(p.topk(5).values.tolist(), rel=1e-3)
             if column < len(d.entropy):
@@ -110,7 +111,7 @@ def test_details_are_those_of_plain_forward_passes(
         for token, p_token, rank, at in zip(r.tokens, d.emitted_p, d.emitted_rank, d.emitted_column, strict=True):
             p = law(decoder.target.model, known + (paths[at - 1] if at else []), temperature)
             assert p_token == pytest.approx(float(p[token]), rel=1e-3)
-            assert rank == int((p > p[token]).sum())
+            assert rank == 1 + int((p > p[token]).sum())
 
 
 def coupled_acceptance(p: torch.Tensor, q: torch.Tensor) -> float:
@@ -228,6 +229,19 @@ def test_what_is_no_trace_is_refused_in_one_line(
     with pytest.raises(SpecdecError, match=message) as error:
         Trace.load(path)
     assert "\n" not in str(error.value)
+
+
+def test_ranks_of_older_files_count_from_one_too(traces: dict[str, Trace], tmp_path: Path) -> None:
+    trace = traces["leviathan"]
+    path = trace.save(tmp_path / "run")
+    document = {n: v for n, v in json.loads(path.read_text()).items() if n != "sha256"} | {"version": 2}
+    sha = trace_files._hash(document, path.with_suffix(".safetensors").read_bytes())
+    path.write_text(json.dumps({**document, "sha256": sha}))
+    for new, old in zip(trace.rounds, Trace.load(path).rounds, strict=True):
+        assert new.details is not None
+        assert old.details is not None
+        assert old.details.rank == [rank + 1 for rank in new.details.rank]
+        assert old.details.emitted_rank == [rank + 1 for rank in new.details.emitted_rank]
 
 
 def edit(path: Path, **values: Any) -> None:

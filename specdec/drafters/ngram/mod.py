@@ -34,6 +34,7 @@ from specdec.drafters.ngram.hashing import (
     powers,
     resolve_switches,
 )
+from specdec.errors import SettingWarning
 
 LAG = 32  # tokens of new text before it is entered
 FULLEST = 0.25
@@ -92,7 +93,8 @@ class NgramMod(RowDrafter):
     n_min, n_max: fewest and most tokens to propose
     table_size: slots
     parity, fix_...: llama.cpp's oddities
-    Raises SpecdecError for parameters out of range; warns of an n_match below 16, as upstream.
+    Raises SpecdecError for parameters out of range; warns of an n_match below 16, as upstream, and of an n_max below
+    n_min, as an axis k makes it.
     """
 
     n_match: int = 24
@@ -111,6 +113,12 @@ class NgramMod(RowDrafter):
         resolve_switches(self)
         if self.n_match < 16:
             warnings.warn(f"ngram-mod: n_match={self.n_match} is below 16: many false hits", stacklevel=3)
+        if 0 < self.n_max < self.n_min:
+            message = (
+                f"ngram-mod: n_max={self.n_max} is below n_min={self.n_min}: only drafts of exactly {self.n_max} "
+                f"tokens are proposed; set n_min to {self.n_max} or less"
+            )
+            warnings.warn(message, SettingWarning, stacklevel=3)
         self._weights = powers(MOD_MULTIPLIER, self.n_match)
         self._pool, self._separate = Pool(self.table_size), False
 

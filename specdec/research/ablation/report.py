@@ -20,6 +20,7 @@ from specdec.errors import SpecdecError
 from specdec.research.ablation.table import Row
 from specdec.research.ablation.tables import category_table, comparison_table, loop_warning, settings_table
 from specdec.research.bench.tables import Table
+from specdec.research.bootstrap import least_p
 from specdec.research.colours import page_style
 
 SHOWN_TEXT = 400  # characters of a prompt's end and of an output
@@ -91,6 +92,11 @@ def _made_with(manifest: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
             f"{runner['overhead']:.1%} of the decoding time."
         )
     lines.append("Intervals are 95 % bootstrap intervals over prompts; speed-ups are paired with plain decoding.")
+    floor = least_p(len(manifest["prompts"]))
+    if floor is not None:
+        lines.append(
+            f"p-values flip the signs of the prompts' differences: with so few prompts none is below {floor:.2g}."
+        )
     return "".join(f"<p>{text(line)}</p>" for line in lines)
 
 
@@ -107,6 +113,9 @@ def _banners(summary: Mapping[str, Any]) -> str:
         made.append(("bad", f"LOSSY acceptance rule: {', '.join(gate['lossy'])}"))
     if loops := loop_warning(summary):
         made.append(("warn", loops))
+    if summary.get("context_rows"):
+        count = summary["context_rows"]
+        made.append(("warn", f"{count} of {summary['rows']} texts ended at the context's limit, before max_new_tokens"))
     if summary["missing"]:
         made.append(("warn", f"{summary['missing']} rows are missing"))
     failed = sum(e["rows"] for e in summary["errors"])

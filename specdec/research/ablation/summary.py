@@ -48,6 +48,7 @@ def summarise(rows: Sequence[Row], baseline: str | None = None, drop_loops: bool
     check_baseline(baseline, groups)
     return {
         **checked,
+        "context_rows": sum(row.get("finish_reason") == "context" for row in rows),
         "dropped_loops": len(rows) - len(kept) if drop_loops else None,
         "settings": {name: setting_figures(group, kept) for name, group in groups.items()},
         "categories": {name: _categories(group) for name, group in groups.items()},

@@ -179,7 +179,7 @@ def _about(trace: Trace, piece: Piece) -> str:
     place = f"draft position {piece.before + node.depth}" + (f", node {i}" if r.parents is not None else "")
     verdict = "accepted" if node.accepted else "rejected" if node.tested else "after a rejected token: not tested"
     lines = [f"{trace.text_of(token)!r} (id {token}), proposed by {r.strategy}, {place}: {verdict}"]
-    numbers = [f"p {r.p[i]:.4g}" + ("" if d is None else f" (rank {d.rank[i] + 1})")]
+    numbers = [f"p {r.p[i]:.4g}" + ("" if d is None else f" (rank {d.rank[i]})")]
     if r.q is not None:
         numbers.append(f"q {r.q[i]:.4g}")
     if d is None:
@@ -203,7 +203,7 @@ def _about_own(trace: Trace, r: Round, j: int) -> str:
     lines = [f"{trace.text_of(token)!r} (id {token}), the target's own: {why}"]
     d = r.details
     if d is not None:
-        lines.append(f"p {d.emitted_p[j]:.4g} (rank {d.emitted_rank[j] + 1})")
+        lines.append(f"p {d.emitted_p[j]:.4g} (rank {d.emitted_rank[j]})")
         lines += _target_best(trace, r, d.emitted_column[j])
     return "\n".join(lines)
 

@@ -27,7 +27,8 @@ from specdec.files.texts import as_path, parse_json, read_bytes, read_text, writ
 if TYPE_CHECKING:
     from specdec.research.traces.trace import Trace
 
-FORMAT, VERSION = "specdec-trace", 2
+FORMAT, VERSION = "specdec-trace", 3
+FROM_ZERO = 2  # the version whose ranks count from 0
 NOTHING = -1  # in place of an id or a name that a round has not
 # field -> (which of its round's lengths it has, type)
 LISTS = {"draft": ("drafted", np.int32), "p": ("drafted", np.float32), "tokens": ("emitted", np.int32)}
@@ -119,13 +120,16 @@ def load(path: str | Path, make: Callable[..., Trace]) -> Trace:
         raise SpecdecError(f"{text_path} is not a trace: {error}") from None
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise SpecdecError(f"{text_path} is not a trace: it does not say format = {FORMAT!r}")
-    if document.get("version") != VERSION:
+    if document.get("version") not in (VERSION, FROM_ZERO):
         raise SpecdecError(f"{text_path} is a trace of version {document.get('version')!r}; this is version {VERSION}")
     if document.pop("sha256", None) != _hash(document, data):
         raise SpecdecError(
             f"{text_path} and {arrays_path.name} are not as they were written together: record the trace again"
         )
-    rounds = list(_rounds(document, read_arrays(data)))
+    arrays = read_arrays(data)
+    if document["version"] == FROM_ZERO:
+        arrays |= {name: arrays[name] + 1 for name in ("rank", "emitted_rank")}
+    rounds = list(_rounds(document, arrays))
     tokens = {int(token): text for token, text in document["tokens"].items()}
     return make(document["rows"], rounds, tokens, document["provenance"], document["stats"])
 
