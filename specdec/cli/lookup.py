@@ -15,7 +15,8 @@ from specdec.cli.inputs import read_prompts
 from specdec.cli.options import AsJson
 from specdec.drafters.ngram.lookup_cache import LONGEST, LookupCache
 from specdec.errors import SpecdecError
-from specdec.files.texts import check_writable, parse_json
+from specdec.files.forms import WHOLE, check
+from specdec.files.texts import check_writable, parse_json_lines
 from specdec.models.loading import load_tokenizer
 from specdec.research.offline.lookup import chunk_count, lookup_stats
 from specdec.stats import PER_DRAFTED
@@ -125,7 +126,7 @@ def show(
     console = output.stdout()
     console.print(_facts_table(facts))
     if shown:
-        console.print(_continuation_table(shown, vocabulary is not None))
+        console.print(_continuation_table(shown))
 
 
 def _continuation(vocabulary: Any, count: int, key: tuple[int, ...], token: int, cache: LookupCache) -> dict[str, Any]:
@@ -136,14 +137,12 @@ def _continuation(vocabulary: Any, count: int, key: tuple[int, ...], token: int,
     return entry
 
 
-def _continuation_table(shown: list[dict[str, Any]], decoded: bool) -> Any:
+def _continuation_table(shown: list[dict[str, Any]]) -> Any:
     made = output.table("n-gram", "next", "count", "share", title="Most frequent continuations")
     for entry in shown:
-        if decoded:
-            names = [repr(entry["ngram_text"]), repr(entry["next_text"])]
-        else:
-            names = [" ".join(map(str, entry["ngram"])), str(entry["next"])]
-        made.add_row(*(escape(name) for name in names), f"{entry['count']:,}", f"{entry['share']:.0%}")
+        ids = (" ".join(map(str, entry["ngram"])), str(entry["next"]))
+        names = [repr(entry[f"{n}_text"]) for n in ("ngram", "next")] if "next_text" in entry else ids
+        made.add_row(*map(escape, names), f"{entry['count']:,}", f"{entry['share']:.0%}")
     return made
 
 
@@ -167,12 +166,8 @@ def _rows(
 def _id_lines(file: Path) -> list[list[int]]:
     [text] = read_prompts([], [file])
     rows = []
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
-            continue
-        row = parse_json(line, f"{file} line {number}")
-        if not isinstance(row, list) or not all(type(token) is int and token >= 0 for token in row):
-            raise SpecdecError(f"{file} line {number} is no list of token ids")
+    for number, row in parse_json_lines(text, str(file)):
+        check(row, [WHOLE], f"{file}, line {number}")
         rows.append(row)
     return rows
 

@@ -95,9 +95,11 @@ def test_show_decodes_the_most_frequent_continuations(tmp_path: Path) -> None:
 def test_bad_input_is_one_line_and_status_2(rows: Path, tmp_path: Path) -> None:
     bad, out = tmp_path / "bad.jsonl", str(tmp_path / "o.bin")
     bad.write_text("[1, 2]\n[1, true]\n", encoding="utf-8")
-    assert "bad.jsonl line 2 is no list of token ids" in refused("lookup", "create", "--ids", str(bad), "--out", out)
+    assert "bad.jsonl, line 2: [1]: expected a whole number >= 0, got True" in refused(
+        "lookup", "create", "--ids", str(bad), "--out", out
+    )
     bad.write_text("[1, 2\n", encoding="utf-8")
-    assert "bad.jsonl line 1: not JSON" in refused("lookup", "create", "--ids", str(bad), "--out", out)
+    assert "bad.jsonl, line 1: not JSON" in refused("lookup", "create", "--ids", str(bad), "--out", out)
     bad.write_text("[1, 4294967296]\n", encoding="utf-8")
     assert "ids are in" in refused("lookup", "create", "--ids", str(bad), "--out", out)
     assert "need a tokenizer" in refused("lookup", "create", "--prompt", "a", "--out", out)
@@ -126,7 +128,7 @@ def test_what_json_cannot_hold_is_one_clear_line(tmp_path: Path) -> None:
     for name, text in (("deep", "[" * 100_000), ("big", "[" + "1" * 5_000 + "]")):
         file = tmp_path / f"{name}.jsonl"
         file.write_text(text, encoding="utf-8")
-        assert f"{name}.jsonl line 1: not JSON" in refused(
+        assert f"{name}.jsonl, line 1: not JSON" in refused(
             "lookup", "create", "--ids", str(file), "--out", str(tmp_path / "x.bin")
         )
 
