@@ -25,6 +25,7 @@ from specdec.research.ablation.summary import (
     SUMMED,
     check_baseline,
     compare_settings,
+    conversation,
     setting_figures,
 )
 from specdec.research.ablation.table import AS_THEY_ARE, REFERENCE, TIMES, Row, as_rows, figures
@@ -53,6 +54,7 @@ MEASURED = {
     "comparable",
     "status",
     "error",
+    "conversation",
 }
 SPEEDS = ("speedup", "decode_speedup")
 Counts = dict[str, float]
@@ -185,7 +187,7 @@ def _strategy(row: Row) -> str:
 
 
 def _cluster(row: Row) -> Any:
-    return row["call"] if row["batch_size"] > 1 else row["prompt"]
+    return row["call"] if row["batch_size"] > 1 else conversation(row)
 
 
 def _by_rows(rows: Sequence[Row], names: Sequence[str]) -> list[dict[str, Any]]:

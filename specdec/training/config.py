@@ -57,6 +57,8 @@ class TrainingData(DataConfig):
             "batch_size": whole(1),
         }
         check_fields(self, form, "data")
+        if self.turns != "first":
+            raise SpecdecError("data: turns: all is for ablations; a chat file has its own answers")
         sources = [name for name in ("dataset", "texts", "answers") if getattr(self, name)]
         if len(sources) != 1:
             raise SpecdecError("data: give prompts by one of dataset, texts and answers")

@@ -23,6 +23,7 @@ from specdec.research.ablation.look import Look, curve
 from specdec.research.ablation.plot_table import PAIRED, ROUNDS, of_table
 from specdec.research.ablation.summary import (
     by_setting,
+    conversation,
     measured_costs,
     paired,
     references,
@@ -49,7 +50,7 @@ def acceptance_by_position(rows: list[Row], axes: Any, look: Look) -> None:
     for name, group in _drafting(rows).items():
         points = []
         for i in range(max(len(r["tested"]) for r in group)):
-            counts = _by_prompt([(r["prompt"], _at(r["reached"], i), _at(r["tested"], i)) for r in group])
+            counts = _by_prompt([(conversation(r), _at(r["reached"], i), _at(r["tested"], i)) for r in group])
             if sum(counts[1]) >= LEAST_TESTED:
                 points.append((i + 1, ratio(*counts)))
         _line(axes, look, name, points, look.shift(name))
@@ -135,7 +136,7 @@ def context_curve(rows: list[Row], axes: Any, look: Look) -> None:
         edges = np.unique(np.quantile([at for at, _, _ in rounds], np.linspace(0, 1, CONTEXT_BINS + 1)))
         points = []
         for low, high in zip(edges, [*edges[1:-1], np.inf], strict=False):
-            counts = _by_prompt([(r["prompt"], *_sums(round_contexts(r), low, high)) for r in group])
+            counts = _by_prompt([(conversation(r), *_sums(round_contexts(r), low, high)) for r in group])
             if sum(counts[1]) >= LEAST_TESTED:
                 middle = float(np.mean([at for at, _, _ in rounds if low <= at < high]))
                 points.append((middle, ratio(*counts)))

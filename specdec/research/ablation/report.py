@@ -92,7 +92,7 @@ def _made_with(manifest: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
             f"{runner['overhead']:.1%} of the decoding time."
         )
     lines.append("Intervals are 95 % bootstrap intervals over prompts; speed-ups are paired with plain decoding.")
-    floor = least_p(len(manifest["prompts"]))
+    floor = least_p(len({p.get("conversation", p["id"]) for p in manifest["prompts"]}))
     if floor is not None:
         lines.append(
             f"p-values flip the signs of the prompts' differences: with so few prompts none is below {floor:.2g}."

@@ -34,7 +34,7 @@ from specdec.research.ablation.models import Shelf, by_models
 from specdec.research.ablation.shard import Shard
 from specdec.research.ablation.store import Plan, Store
 from specdec.research.ablation.work import missing_calls
-from specdec.research.prompts.datasets import Prompt, as_given, with_template
+from specdec.research.prompts.datasets import TURN, Prompt, as_given, with_template
 
 Progress = Callable[[str], None]
 # Facts about a loaded pair, looked up once: (decoder, its cells, its prompts' ids, its rows) -> plain data.
@@ -178,7 +178,7 @@ class _Run:
     def _load(self, models: PairConfig, cells: Sequence[Cell], shelf: Shelf) -> _Loaded:
         decoder = shelf.decoder(models, cells)
         weights = {role: h.get() for role, h in decoder._hashes.items()}
-        encoded = {p.id: encode(p, decoder, self.plan.config) for p in self.plan.prompts}
+        encoded = {p.id: encode(p, decoder, self.plan.config) for p in self.plan.prompts if p.turn == 1}
         templated = with_template(decoder.tokenizer, self.plan.config.data.chat)
         return _Loaded(decoder, weights, encoded, hash_template(decoder.tokenizer) if templated else None)
 
@@ -193,8 +193,9 @@ class _Run:
 
     def call(self, loaded: _Loaded, cell: Cell, prompts: Sequence[Prompt], number: int) -> list[dict[str, Any]]:
         """Make one call of `generate`; its rows are in the order of its prompts."""
-        ids = {p.id: found for p in prompts if not isinstance(found := loaded.encoded[p.id], SpecdecError)}
-        failures = {p.id: found for p in prompts if isinstance(found := loaded.encoded[p.id], SpecdecError)}
+        encoded = {p.id: self._ids(loaded, cell, p) for p in prompts}
+        ids = {name: found for name, found in encoded.items() if not isinstance(found, SpecdecError)}
+        failures = {name: found for name, found in encoded.items() if isinstance(found, SpecdecError)}
         made: dict[str, dict[str, Any]] = {}
         if ids:
             started = time.perf_counter()
@@ -219,9 +220,23 @@ class _Run:
             rows.append({**_head(cell, p, self.plan, number), **own, **made[p.id]})
         return rows
 
+    def _ids(self, loaded: _Loaded, cell: Cell, prompt: Prompt) -> Ids:
+        """The prompt's ids; a later turn's have the cell's own answers to the turns before it."""
+        answers = []
+        for n in range(1, prompt.turn):
+            name = prompt.conversation if n == 1 else f"{prompt.conversation}{TURN}{n}"
+            row = self.store.rows.get((cell.key, name), {})
+            if row.get("text") is None:
+                return SpecdecError(
+                    f"{prompt.id}: there is no answer to turn {n}: {row.get('error') or 'no tokenizer'}"
+                )
+            answers.append(row["text"])
+        return encode(prompt.after(answers), loaded.decoder, self.plan.config) if answers else loaded.encoded[prompt.id]
+
     def write(self, rows: list[dict[str, Any]]) -> None:
         """Put the rows of a call into the journal."""
         self.journal.append(rows)
+        self.store.rows |= {(row["cell"], row["prompt"]): row for row in rows}
         self.session.rows += len(rows)
         self.session.errors += sum(row["status"] == "error" for row in rows)
 

@@ -24,7 +24,7 @@ from specdec.files.texts import as_path, is_file, parse_json, read_bytes, write_
 from specdec.research.ablation.config import AblationConfig, Cell, content_hash
 from specdec.research.ablation.journal import read_journals
 from specdec.research.bench import origin
-from specdec.research.prompts.datasets import Prompt
+from specdec.research.prompts.datasets import Prompt, by_turn
 
 MANIFEST = "run.json"
 CELL = {
@@ -51,11 +51,14 @@ class Plan:
     @staticmethod
     def make(config: AblationConfig) -> Plan:
         """Raises SpecdecError for prompts that cannot be read."""
-        return Plan(config, config.expand(), config.data.load(config.prompts))
+        prompts = config.data.load(config.prompts)
+        return Plan(config, config.expand(), by_turn(prompts) if config.data.turns == "all" else prompts)
 
     def fingerprint(self, prompt: Prompt) -> str:
         """What a prompt's ids depend on, the tokenizer apart."""
-        return content_hash([prompt.text, self.config.data.chat, self.config.data.longest, *prompt.messages])
+        before = prompt.turns[: prompt.turn - 1]
+        data = self.config.data
+        return content_hash([prompt.text, data.chat, data.longest, *prompt.messages, *before])
 
     def own_code(self) -> dict[str, str]:
         """Hashes of the files of the user's own strategies and rules."""
@@ -72,7 +75,10 @@ class Plan:
             "own_code": self.own_code(),
             "cells": [cell_to_dict(cell) for cell in self.cells],
             "prompts": [
-                {"id": p.id, "category": p.category, "fingerprint": self.fingerprint(p), "text": p.text}
+                {
+                    **{"id": p.id, "category": p.category, "fingerprint": self.fingerprint(p), "text": p.text},
+                    **({"turn": p.turn, "conversation": p.conversation} if p.turn > 1 else {}),
+                }
                 for p in self.prompts
             ],
         }

@@ -85,7 +85,7 @@ def setting_figures(group: Sequence[Row], rows: Sequence[Row]) -> dict[str, Any]
         "drafts": group[0]["drafts"],
         "pair": group[0]["pair"],
         "rows": len(group),
-        "prompts": len({r["prompt"] for r in group}),
+        "prompts": len({conversation(r) for r in group}),
         "errors": len(group) - len(sound),
         "compared": len(compared),
         "differing": compared.count(False),
@@ -142,11 +142,16 @@ def references(sound: Sequence[Row], rows: Sequence[Row]) -> list[Row]:
     return found
 
 
+def conversation(row: Row) -> str:
+    """The id of the prompt that a row is from, or of its first turn: turns of one conversation are no two samples."""
+    return row.get("conversation") or str(row["prompt"])
+
+
 def clustered(rows: Sequence[Row], by_call: bool = True) -> Clusters:
-    """Sums by cluster: a prompt with all its seeds, or where several share a call, the call with all its prompts."""
+    """Sums by cluster: a prompt with all its seeds and turns; where several share a call, the call with all of them."""
     sums: Clusters = {}
     for row in rows:
-        key = row["call"] if by_call and row["batch_size"] > 1 else row["prompt"]
+        key = row["call"] if by_call and row["batch_size"] > 1 else conversation(row)
         into = sums.setdefault(key, dict.fromkeys(SUMMED, 0.0))
         for name in SUMMED:
             into[name] += row[name] or 0

@@ -117,6 +117,8 @@ def _flat(entry: Mapping[str, Any], cell: Mapping[str, Any], prompt: Mapping[str
         "plain": cell["plain"],
         "prompt": prompt["id"],
         "category": prompt["category"],
+        "turn": prompt.get("turn", 1),
+        "conversation": prompt.get("conversation", prompt["id"]),
         "call": entry["call"],
         "comparable": cell["comparable"],
         "drafts": bool(cell["strategies"]),

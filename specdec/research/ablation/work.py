@@ -27,16 +27,19 @@ def missing_calls(
     def done(cell: Cell, prompt: Prompt) -> bool:
         return store.done(cell, prompt, plan.fingerprint(prompt), retry_errors)
 
+    turns = {(p.conversation, p.turn): p for p in plan.prompts}
+    first, last = [p for p in plan.prompts if p.turn == 1], max((p.turn for p in plan.prompts), default=0)
     for size in dict.fromkeys(cell.batch_size for cell in cells):
         same = [cell for cell in cells if cell.batch_size == size]
-        for number, first in enumerate(range(0, len(plan.prompts), size)):
+        for number, start in enumerate(range(0, len(first), size)):
             if number % shard.count != shard.index:
                 continue
-            prompts = plan.prompts[first : first + size]
-            turn = number % len(same)
-            for cell in same[turn:] + same[:turn]:
-                if not all(done(cell, p) for p in prompts):
-                    yield number, cell, prompts
+            begins = number % len(same)
+            for turn in range(1, last + 1):  # a turn needs the answers to those before it
+                prompts = [turns[p.id, turn] for p in first[start : start + size] if (p.id, turn) in turns]
+                for cell in same[begins:] + same[:begins]:
+                    if prompts and not all(done(cell, p) for p in prompts):
+                        yield number, cell, prompts
 
 
 @dataclass(frozen=True)

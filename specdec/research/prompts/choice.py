@@ -9,7 +9,7 @@ from typing import Any
 
 from specdec.config import check_whole
 from specdec.errors import SpecdecError
-from specdec.research.prompts.datasets import Prompt, load_prompts
+from specdec.research.prompts.datasets import TURNS, Prompt, load_prompts
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,7 @@ class DataConfig:
     dataset: None = spec-bench, or no set if there are prompts of one's own.
     chat: whether a prompt goes through the target's chat template; "auto" = if there is one.
     longest: cut a prompt's text, or a chat's last message, to this many tokens; None = whole.
+    turns: `first`, or `all`: of an ablation, a row for each turn, with the answers to the earlier ones in its context.
     """
 
     dataset: str | None = None
@@ -27,6 +28,7 @@ class DataConfig:
     seed: int = 0
     chat: Any = "auto"
     longest: int | None = None
+    turns: str = "first"
 
     def __post_init__(self) -> None:
         if self.dataset is not None and (not isinstance(self.dataset, (str, Path)) or not str(self.dataset)):
@@ -41,10 +43,15 @@ class DataConfig:
         if self.chat not in ("auto", True, False) or not isinstance(self.chat, (str, bool)):
             raise SpecdecError(f"data: chat must be true, false or auto, got {self.chat!r}")
 
+        if self.turns not in TURNS:
+            raise SpecdecError(f"data: turns must be one of {', '.join(TURNS)}, got {self.turns!r}")
+        if self.turns == "all" and self.longest is not None:
+            raise SpecdecError("data: longest cuts single prompts: give it without turns: all")
+
     @property
     def chosen(self) -> list[str]:
         """The options of a set that are given, which have no effect on prompts of one's own."""
-        names = ("dataset", "categories", "limit", "seed")
+        names = ("dataset", "categories", "limit", "seed", "turns")
         return [name for name in names if getattr(self, name) != getattr(DataConfig, name)]
 
     def load(self, texts: Iterable[str] | None) -> list[Prompt]:
@@ -53,7 +60,7 @@ class DataConfig:
         if self.dataset is None:
             return own
         categories = list(self.categories) if isinstance(self.categories, tuple) else self.categories
-        return load_prompts(self.dataset, categories, self.limit, self.seed)
+        return load_prompts(self.dataset, categories, self.limit, self.seed, self.turns)
 
 
 def is_texts(values: Any) -> bool:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ DATASETS = {
     "gsm8k": DATA / "prompts" / "gsm8k.jsonl",
 }
 TURNS = ("first", "all")
+TURN = "/turn-"  # in the ids of later turns
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,22 @@ class Prompt(SetPrompt):
     text: str  # the first turn; of a chat, the texts of all its messages, parted by blank lines
     turns: tuple[str, ...]  # the user's turns in order; only the first unless turns="all"
     messages: Messages = ()  # of a chat, in order, without the answer at its end: prompt_sources.Message
+
+    @property
+    def conversation(self) -> str:
+        """The id of the first turn."""
+        return self.id.rpartition(TURN)[0] if self.turn > 1 else self.id
+
+    @property
+    def turn(self) -> int:
+        """Which turn it is, from 1, of a set that `by_turn` has split."""
+        return 1 if self.messages else len(self.turns)
+
+    def after(self, answers: Sequence[str]) -> Prompt:
+        """The same turn with the earlier ones and their answers in front of it."""
+        said = zip(self.turns[:-1], answers, strict=True)
+        messages = (*(m for turn, answer in said for m in (("user", turn), ("assistant", answer))), ("user", self.text))
+        return replace(self, messages=messages, text="\n\n".join(content for _, content in messages))
 
     def given(self, tokenizer: Any) -> Any:
         """What `generate` makes of it: a chat goes through the template if there is one, a text goes through none.
@@ -95,6 +112,17 @@ def load_prompts(
     if categories is not None:
         prompts = _select(name, prompts, [categories] if isinstance(categories, str) else list(categories))
     return prompts if limit is None else _sample(prompts, limit, seed)
+
+
+def by_turn(prompts: Iterable[Prompt]) -> list[Prompt]:
+    """A prompt for each turn of the user's; chats, which have their answers, stay as they are."""
+    found = []
+    for p in prompts:
+        turns = 1 if p.messages else len(p.turns)
+        ids = [p.id, *(f"{p.id}{TURN}{n}" for n in range(2, turns + 1))]
+        texts = (p.text, *p.turns[1:turns])
+        found += [replace(p, id=ids[n], text=texts[n], turns=p.turns[: n + 1]) for n in range(turns)]
+    return found
 
 
 def with_template(tokenizer: Any, chat: Any) -> bool:
