@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from specdec.decoding.timing import measure_costs
     from specdec.drafters import (
         STRATEGIES,
+        DFlash,
         Draft,
         Drafter,
         DraftModel,
@@ -45,8 +46,8 @@ if TYPE_CHECKING:
     from specdec.stats import Stats
 
 __all__ = [
-    "STRATEGIES", "UNSET", "AcceptanceRule", "CostTable", "Draft", "DraftModel", "DraftRequest", "Drafter",
-    "Eagle3", "EarlyExit", "Generation", "GenerationRow", "GenerationSettings", "LoadedPair", "Lookahead",
+    "STRATEGIES", "UNSET", "AcceptanceRule", "CostTable", "DFlash", "Draft", "DraftModel", "DraftRequest",
+    "Drafter", "Eagle3", "EarlyExit", "Generation", "GenerationRow", "GenerationSettings", "LoadedPair", "Lookahead",
     "LookupCache", "NgramCache", "NgramMapK", "NgramMapK4V", "NgramMod", "NgramSimple", "PairConfig", "PairReport",
     "PromptLookup", "Rest", "Results", "Round", "RunConfig", "SpecdecError", "SpeculativeDecoder", "Stats", "Suffix",
     "SuffixStore", "TokenRecycling", "fuse_projections", "load_pair", "measure_costs", "register_rule",

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from specdec.drafters.base import PROTOCOL, Draft, Drafter, DraftRequest, as_drafter, is_drafter
+from specdec.drafters.dflash.strategy import DFlash
 from specdec.drafters.draft_model.strategy import DraftModel
 from specdec.drafters.eagle3.strategy import Eagle3
 from specdec.drafters.lookahead import Lookahead
@@ -36,6 +37,7 @@ STRATEGIES: dict[str, type[Any]] = {
     "ngram-mod": NgramMod,
     "ngram-cache": NgramCache,
     "eagle3": Eagle3,
+    "dflash": DFlash,
     "early-exit": EarlyExit,
 }
 
@@ -98,7 +100,7 @@ def _missing(made: Any) -> str:
 
 
 __all__ = [
-    "STRATEGIES", "Draft", "DraftModel", "DraftRequest", "Drafter", "Eagle3", "EarlyExit", "Lookahead", "LookupCache",
-    "NgramCache", "NgramMapK", "NgramMapK4V", "NgramMod", "NgramSimple", "PromptLookup", "Rest", "Suffix",
-    "SuffixStore", "TokenRecycling", "find_strategy", "make_drafters", "parse_strategy",
+    "STRATEGIES", "DFlash", "Draft", "DraftModel", "DraftRequest", "Drafter", "Eagle3", "EarlyExit", "Lookahead",
+    "LookupCache", "NgramCache", "NgramMapK", "NgramMapK4V", "NgramMod", "NgramSimple", "PromptLookup", "Rest",
+    "Suffix", "SuffixStore", "TokenRecycling", "find_strategy", "make_drafters", "parse_strategy",
 ]  # fmt: skip

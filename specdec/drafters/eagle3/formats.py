@@ -71,22 +71,22 @@ def load_head(source: Any, changes: Mapping[str, Any] | None = None, target: Any
     return LoadedHead(head.eval().requires_grad_(False), reading.layout, tuple(reading.notes))
 
 
-def check_fit(config: HeadConfig, target: Any) -> None:
+def check_fit(config: HeadConfig, target: Any, strategy: str = "eagle3") -> None:
     """Raise SpecdecError for a head that was made for another target."""
     text = target.get_text_config() if hasattr(target, "get_text_config") else target
     if config.target_hidden_size != text.hidden_size:
         raise SpecdecError(
-            f"eagle3: the head is for targets of hidden size {config.target_hidden_size}, this one has "
+            f"{strategy}: the head is for targets of hidden size {config.target_hidden_size}, this one has "
             f"{text.hidden_size}; use a head that was trained for this target"
         )
     if config.vocab_size != text.vocab_size:
         raise SpecdecError(
-            f"eagle3: the head is for a vocabulary of {config.vocab_size} tokens, the target has {text.vocab_size}; "
-            "use a head that was trained for this target"
+            f"{strategy}: the head is for a vocabulary of {config.vocab_size} tokens, the target has "
+            f"{text.vocab_size}; use a head that was trained for this target"
         )
     if config.hidden_size != text.hidden_size and not (config.own_embedding and (config.own_lm_head or config.tied)):
         raise SpecdecError(
-            f"eagle3: the head is {config.hidden_size} wide and has no embed_tokens or lm_head of its own; the "
+            f"{strategy}: the head is {config.hidden_size} wide and has no embed_tokens or lm_head of its own; the "
             f"target's are {text.hidden_size} wide and do not fit"
         )
     config.observed_layers(text.num_hidden_layers)

@@ -202,6 +202,10 @@ class HeadRows:
             self._entries(rows, array_on(padded, self.device), features, starts, counts, kv_len)
             self.fed[row] += len(new)
 
+    def passes_of(self, steps: int) -> int:
+        """Return the passes that a chain of `steps` tokens takes."""
+        return steps
+
     # -- passes, from tensors alone --------------------------------------------------------------------------------
 
     def first(self, inputs: HeadInputs, kv_len: int) -> tuple[Tensor, Tensor, Tensor]:

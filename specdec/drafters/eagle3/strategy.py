@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -100,6 +100,8 @@ class Eagle3(Drafter):
         "them (the call's provenance says how, under notes; `config` overrides it)? docs/eagle.md names the traps."
     )
 
+    rows_type: ClassVar[type[HeadRows]] = HeadRows
+
     _head: EagleHead = field(init=False, repr=False, compare=False)
     _notes: tuple[str, ...] = field(init=False, repr=False, compare=False, default=())
     _context: DraftContext = field(init=False, repr=False, compare=False)
@@ -151,6 +153,11 @@ class Eagle3(Drafter):
         return len(plan_parents(self.tree)) if self.tree is not None else self.nodes
 
     @property
+    def _drafted_slots(self) -> int:
+        """Slots of the cache that a round's own entries take."""
+        return self.tree_nodes if self.tree else self._size.slots if self.nodes else self.n_max
+
+    @property
     def _size(self) -> TreeSize:
         return TreeSize(self.top_k, self.depth, self.nodes)
 
@@ -167,7 +174,7 @@ class Eagle3(Drafter):
         target = context.target
         embedding = lm_head = None
         if target is not None:
-            check_fit(self._head.config, target.config)
+            check_fit(self._head.config, target.config, self.name)
             made._layers = self._observed(target.config.num_hidden_layers)
             embedding, lm_head = context.embedding, context.head
         self._head.borrow(embedding, lm_head)
@@ -178,7 +185,7 @@ class Eagle3(Drafter):
         layers = self._head.config.observed_layers(blocks)
         if self._head.config.version == 3 and layers[-1] == blocks:
             raise SpecdecError(
-                f"eagle3: the head observes the output of the last block ({blocks}) before the final norm, which "
+                f"{self.name}: the head observes the output of the last block ({blocks}) before the final norm, which "
                 "transformers does not return; use a head that observes earlier layers"
             )
         return layers
@@ -203,8 +210,8 @@ class Eagle3(Drafter):
         states = output.states(self._layers)
         if states.shape[-1] != config.observed_size:
             raise SpecdecError(
-                f"eagle3: the target shows {states.shape[-1]} numbers a token in the layers {list(self._layers)}, and "
-                f"the head takes {config.observed_size}; use a head that was trained for this target"
+                f"{self.name}: the target shows {states.shape[-1]} numbers a token in the layers {list(self._layers)}, "
+                f"and the head takes {config.observed_size}; use a head that was trained for this target"
             )
         if self._rows is None:
             self._make_rows(states.device, states.dtype)
@@ -232,10 +239,9 @@ class Eagle3(Drafter):
         place = device, *(getattr(table, "weight", torch.empty(0)).data_ptr() for table in tables)
         step = KV_STEP if recorded or device.type == "cuda" else 1
         pool = self._pools.setdefault(place, CachePool(self._head.config.num_hidden_layers, step))
-        drafted = self.tree_nodes if self.tree else self._size.slots if self.nodes else self.n_max
-        cache = pool.lease(context.batch, context.capacity + drafted)
+        cache = pool.lease(context.batch, context.capacity + self._drafted_slots)
         cache.graphs = (cache.graphs or {}) if recorded else None
-        self._rows = HeadRows(self._head, cache, context.capacity, context.nodes, device)
+        self._rows = self.rows_type(self._head, cache, context.capacity, context.nodes, device)
 
     # -- drafts ------------------------------------------------------------------------------------------------------
 
@@ -270,7 +276,7 @@ class Eagle3(Drafter):
             scores=None if sampling is None else sampling.sampling.signature,
             vocab_size=self._context.vocab_size,
         )
-        rows.passes += steps
+        rows.passes += rows.passes_of(steps)
         if texts or not recordable(sampling):
             proposal = self._chain(rows, key, sampling, inputs, texts)
         else:
