@@ -93,6 +93,31 @@ def test_any_json_lines_file_with_turns_or_prompt_is_a_set(tmp_path: Path) -> No
     assert load_prompts(str(path))[1].turns == ("two",)
 
 
+def test_records_of_published_sets_are_read_as_their_users_have_them(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        json.dumps({"question_id": 81, "category": "writing", "turns": ["one", "two"], "reference": ["r"]}),  # MT-Bench
+        json.dumps(
+            {"problem": "1 + 1?", "solution": "$2$", "answer": "2", "subject": "Algebra", "unique_id": "t/1.json"}
+        ),
+        json.dumps({"task_id": 11, "text": "Add.", "code": "def f(): ...", "test_list": ["assert f()", "assert 1"]}),
+        json.dumps({"task_id": 12, "prompt": "Add.", "code": "def f(): ...", "test_list": ["assert f()"]}),  # sanitized
+        json.dumps(
+            {"question_id": "q1", "category": "rag", "sub_category": "s", "turns": ["three"], "multiturn": False}
+        ),
+    )
+    asked = "You are an expert Python programmer, and here is your task: Add. Your code should pass these tests:\n\n"
+    assert [(p.id, p.category, p.text) for p in load_prompts(path)] == [
+        ("mine/81", "writing", "one"),
+        ("mine/t/1.json", "Algebra", "1 + 1?"),
+        ("mine/11", "mine", f"{asked}assert f()\nassert 1\n[BEGIN]\n"),
+        ("mine/12", "mine", f"{asked}assert f()\n[BEGIN]\n"),
+        ("mine/q1", "rag", "three"),
+    ]
+    (tmp_path / "math.jsonl").write_text('{"problem": "1 + 1?", "solution": "2"}')
+    assert [p.text for p in load_prompts(f"{tmp_path / 'math.jsonl'}:field=solution")] == ["2"]
+
+
 @pytest.mark.parametrize(
     ("lines", "said"),
     [

@@ -7,9 +7,10 @@ A record is an object with one of
     messages                    a chat: a list of {role, content}
     conversations               a chat: a list of {from, value}, from = human | gpt | system
 
-and optionally `category` and `id` (or `question_id`). The option `field` names another field for the prompt. Of a chat,
-answers at its end are dropped: the model is to write them. A message's content is a text, or a list of parts that are
-texts; an assistant's that calls tools may have none.
+and optionally `category` and `id` (or `question_id`), as MT-Bench and SPEED-Bench have them; or a record of MATH-500
+(`problem`, `subject`, `unique_id`) or MBPP (`text` or `prompt` with `test_list`, `task_id`). The option `field` names
+another field for the prompt. Of a chat, answers at its end are dropped: the model is to write them. A message's content
+is a text, or a list of parts that are texts; an assistant's that calls tools may have none.
 """
 
 from __future__ import annotations
@@ -145,6 +146,7 @@ def _parts(path: Path, part: str) -> Iterator[Entry]:
 def _records(numbered: Iterator[tuple[str, int, Any]], field: str | None) -> Iterator[Entry]:
     wanted = FIELDS if field is None else (field,)
     for where, number, record in numbered:
+        record = _completed(record) if field is None else record
         name = next((n for n in wanted if isinstance(record, Mapping) and n in record), None)
         if name is None:
             raise SpecdecError(f"{where}: expected an object with {' or '.join(f'`{n}`' for n in wanted)}")
@@ -155,6 +157,22 @@ def _records(numbered: Iterator[tuple[str, int, Any]], field: str | None) -> Ite
             where, number, turns, messages,
             None if identity is None else str(identity), None if category is None else str(category),
         )  # fmt: skip
+
+
+def _completed(record: Any) -> Any:
+    """Return a record of MATH-500 or MBPP with the fields that all others have."""
+    if not isinstance(record, Mapping):
+        return record
+    if "problem" in record and not any(name in record for name in FIELDS):
+        named = {"prompt": record["problem"], "category": record.get("subject"), "id": record.get("unique_id")}
+        return named | dict(record)
+    tests, task = record.get("test_list"), record.get("text", record.get("prompt"))
+    if isinstance(tests, list) and isinstance(task, str) and all(isinstance(test, str) for test in tests):
+        # The prompt of MBPP's paper (Austin et al. 2021), without examples.
+        asked = f"You are an expert Python programmer, and here is your task: {task}"
+        prompt = "\n".join([f"{asked} Your code should pass these tests:", "", *tests, "[BEGIN]", ""])
+        return {"id": record.get("task_id")} | dict(record) | {"prompt": prompt}
+    return record
 
 
 def _content(value: Any, where: str) -> tuple[tuple[str, ...], Messages]:
