@@ -1,22 +1,27 @@
 """Processors that read the text, applied to every verified position at once, each on exactly its own prefix.
 
-A row's processors are transformers' own objects, in transformers' order. Those in `VECTORISED` run on the whole
-[B, S, V] without a loop over positions and without a read from the device. `PrefixStates` (sampling/constraints.py)
-follow the text token by token. Every other processor is called once per position, with ids [1, n] and scores [1, V]; if
-it treats the rows of its batch differently, with all rows of the call (`AllRows`), as in transformers' `generate()`.
+A row's processors are transformers' own objects, in transformers' order. A call has a `Stage` for each. Those in
+`VECTORISED` run on the whole [B, S, V] by tensor operations on the device alone, so that they are part of recorded
+functions. The others are called on the host: `PrefixStates` (sampling/constraints.py) follow the text token by token;
+every other processor is called once per position, with ids [1, n] and scores [1, V]; if it treats the rows of its batch
+differently, with all rows of the call (`AllRows`), as in transformers' `generate()`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.generation import logits_process as hf
 
-from specdec.device.transfer import sent, sync_allowed, to_device
+from specdec.device.transfer import moved, sent, sync_allowed, to_device
 from specdec.errors import SpecdecError
 from specdec.sampling.constraints import PrefixProcessor, PrefixStates
 from specdec.sampling.prefixes import History, Prefixes
@@ -59,26 +64,19 @@ def knows_no_row(processor: Any) -> bool:
     return (known and _known_form(processor)) or isinstance(processor, PrefixProcessor)
 
 
-def apply_processors(scores: Tensor, history: History) -> Tensor:
-    """Apply every row's processors to scores [B, S, V] float32, which are overwritten or replaced."""
-    active = history.active()
-    if not active:
-        return scores
-    prefixes = Prefixes(history, scores.shape[1], scores.device)
-    order = history.processors[active[0]]
-    assert order is not None
-    taking_part: list[Any] = [None] * prefixes.rows
-    for b in active:
-        taking_part[b] = history.processors[b]
-    for i, first in enumerate(order):
-        rows = [None if processors is None else processors[i] for processors in taking_part]
-        stage = VECTORISED.get(type(first))
-        if stage is not None and _known_form(first):
-            scores = stage(rows, scores, prefixes)
-        elif isinstance(first, PrefixStates):
-            scores = _with_states(rows, scores, prefixes)
-        else:
-            scores = _one_by_one(rows, scores, prefixes)
+def apply_processors(scores: Tensor, texts: Texts) -> Tensor:
+    """Apply the stages of a call to scores [B, S, V] float32, which are overwritten or replaced."""
+    tensors = iter(texts.tensors)
+    for i, stage in enumerate(texts.stages):
+        if stage.form is not None:
+            own = [next(tensors) for _ in range(stage.size)]
+            scores = stage.form.apply(scores, Given(texts.prefixes, texts.numbers[:, i, None], stage.fixed, own))
+            continue
+        history = texts.history
+        assert history is not None
+        rows = [None if processors is None else processors[i] for processors in history.processors]
+        on_host = _with_states if isinstance(stage.processor, PrefixStates) else _one_by_one
+        scores = on_host(rows, scores, history)
     return scores
 
 
@@ -87,12 +85,13 @@ def _known_form(processor: Any) -> bool:
     return not isinstance(getattr(processor, "prompt_ignore_length", None), Tensor)
 
 
-def _one_by_one(rows: Sequence[Any], scores: Tensor, prefixes: Prefixes) -> Tensor:
+def _one_by_one(rows: Sequence[Any], scores: Tensor, history: History) -> Tensor:
     """Call processors that may do anything as transformers does: with ids [1, n] and scores [1, V]."""
     out = scores.clone()
     for b, processor in enumerate(rows):
-        for s in range(prefixes.history.counts[b] if processor is not None else 0):
-            out[b, s] = _called(processor, prefixes.prefix(b, s)[None], scores[b, s][None].clone())[0]
+        for s in range(history.counts[b] if processor is not None else 0):
+            prefix = moved(history.prefix(b, s), scores.device)
+            out[b, s] = _called(processor, prefix[None], scores[b, s][None].clone())[0]
     return out
 
 
@@ -111,9 +110,8 @@ def _called(processor: Any, ids: Tensor, scores: Tensor) -> Tensor:
     return returned
 
 
-def _with_states(rows: Sequence[Any], scores: Tensor, prefixes: Prefixes) -> Tensor:
+def _with_states(rows: Sequence[Any], scores: Tensor, history: History) -> Tensor:
     """Apply processors whose state follows the text. They need the fed tokens on the host: one read."""
-    history = prefixes.history
     with sync_allowed(history.fed.device):
         fed = history.fed.tolist()
     masks, where, out = [], [], scores
@@ -144,61 +142,158 @@ def _with_states(rows: Sequence[Any], scores: Tensor, prefixes: Prefixes) -> Ten
     return flat.index_copy(0, at, masked.masked_fill(nothing_left & allowed, 0.0)).reshape(scores.shape)
 
 
-# -- vectorised forms of transformers' processors: (row -> processor or None, scores, prefixes) -> scores --------------
+# -- vectorised forms of transformers' processors ----------------------------------------------------------------------
 
 
-def _any(rows: Sequence[Any]) -> Any:
-    return next(p for p in rows if p is not None)
+@dataclass(frozen=True)
+class Room:
+    """What processors are prepared for: rows of a batch, tokens of the longest prefix, ids of the vocabulary."""
+
+    rows: int
+    longest: int
+    vocab: int
+    device: torch.device
+
+    def ids(self, values: Any) -> Tensor:
+        """Send ids of the vocabulary, int64 [n]; others are left out."""
+        listed = torch.as_tensor(values).reshape(-1).tolist()
+        return to_device([int(t) for t in listed if 0 <= t < self.vocab], self.device)
 
 
-def _ids(values: Any, vocab: int, device: torch.device) -> Tensor:
-    """Make a mask of token ids, bool [V]."""
-    ids = values.to(device) if isinstance(values, Tensor) else torch.as_tensor(values, device=device)
-    return torch.isin(torch.arange(vocab, device=device), ids)
+class Given(NamedTuple):
+    """What a vectorised form looks at.
+
+    number [B, 1]: what differs from row to row
+    fixed: plain values, the same for all rows of a call and part of a recorded function's key
+    tensors: the same for all rows, but among its inputs
+    """
+
+    prefixes: Prefixes
+    number: Tensor
+    fixed: tuple[Any, ...]
+    tensors: Sequence[Tensor]
 
 
-def _text_free(rows: Sequence[Any], scores: Tensor, prefixes: Prefixes) -> Tensor:
+class Form(NamedTuple):
+    """The vectorised form of a processor.
+
+    apply: computes scores from scores, by operations on the device alone
+    prepare: (processor, room) -> `Given.fixed` and `Given.tensors`
+    number: processor -> `Given.number`
+    """
+
+    apply: Callable[[Tensor, Given], Tensor]
+    prepare: Callable[[Any, Room], tuple[tuple[Any, ...], tuple[Tensor, ...]]]
+    number: Callable[[Any], int] = lambda p: 0
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One of a call's processors; `processor` is the first row's.
+
+    form: None: it is called on the host
+    fixed, size: as `Form.prepare` gave them, and how many tensors there were
+    """
+
+    processor: Any
+    form: Form | None = None
+    fixed: tuple[Any, ...] = ()
+    size: int = 0
+
+    @staticmethod
+    def of(processor: Any, room: Room) -> tuple[Stage, tuple[Tensor, ...]]:
+        """Prepare a processor; returns its stage, and the stage's tensors."""
+        form = VECTORISED.get(type(processor))
+        if form is None or not _known_form(processor):
+            return Stage(processor), ()
+        fixed, tensors = form.prepare(processor, room)
+        return Stage(processor, form, fixed, len(tensors)), tensors
+
+    @cached_property
+    def signature(self) -> tuple[Any, ...] | None:
+        """Equal for stages that compute the same from equal tensors; None if that cannot be told."""
+        if self.form is None:
+            return None
+        named = [plain_settings(value) if callable(value) else value for value in self.fixed]
+        return None if None in named else (self.form.apply, *named)
+
+
+def plain_settings(processor: Any) -> tuple[Any, ...] | None:
+    """Return type and attributes of a processor that has nothing but plain values, else None."""
+    values = tuple(sorted(vars(processor).items()))
+    plain = all(value is None or isinstance(value, (bool, int, float, str)) for _, value in values)
+    return (type(processor), values) if plain else None
+
+
+@dataclass
+class Texts:
+    """What a call's stages read in one pass.
+
+    stages: of all rows
+    prefixes: of the pass
+    numbers [B, P]: what differs from row to row, by stage
+    tensors: of all stages that run on the device, one after the other
+    history: for stages that are called on the host
+    """
+
+    stages: Sequence[Stage]
+    prefixes: Prefixes
+    numbers: Tensor
+    tensors: Sequence[Tensor]
+    history: History | None = None
+
+
+def _text_free(scores: Tensor, given: Given) -> Tensor:
     """Apply processors that look at scores only, to all positions as one batch."""
     flat = scores.reshape(-1, scores.shape[-1])
     no_text = torch.empty((len(flat), 0), dtype=torch.int64, device=flat.device)
-    return _any(rows)(no_text, flat).reshape(scores.shape)
+    processed: Tensor = given.fixed[0](no_text, flat)
+    return processed.reshape(scores.shape)
 
 
-def _suppress(rows: Sequence[Any], scores: Tensor, prefixes: Prefixes) -> Tensor:
-    return scores.masked_fill_(_ids(_any(rows).suppress_tokens, scores.shape[-1], scores.device), -math.inf)
+def _suppress(scores: Tensor, given: Given) -> Tensor:
+    return scores.index_fill_(-1, given.tensors[0], -math.inf)
 
 
-def _biases(rows: Sequence[Any], scores: Tensor, prefixes: Prefixes) -> Tensor:
+def _prepare_biases(p: Any, room: Room) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
+    """Fixed: how long the sequences of a group are, shorter ones first. Tensors: the ids that can get a bias, and for
+    each group the place among them of each sequence's last id, the biases, and the other ids [G, length - 1]."""
+    groups: dict[int, list[tuple[tuple[int, ...], float]]] = {1: []}
+    for sequence, bias in p.sequence_bias.items():
+        if sequence:
+            groups.setdefault(len(sequence), []).append((sequence, bias))
+    ids = sorted({sequence[-1] for group in groups.values() for sequence, _ in group})
+    tensors = [to_device(ids, room.device)]
+    for length, group in groups.items():
+        tensors.append(to_device([ids.index(sequence[-1]) for sequence, _ in group], room.device))
+        tensors.append(to_device([bias for _, bias in group], room.device, torch.float32))
+        before = np.array([sequence[:-1] for sequence, _ in group]).reshape(len(group), length - 1)
+        tensors.append(to_device(before, room.device))
+    return tuple(groups), tuple(tensors)
+
+
+def _biases(scores: Tensor, given: Given) -> Tensor:
     """Add sequence biases (bad words: -inf) to the last id of each sequence whose other ids are the newest.
 
     They are summed in transformers' order, shorter sequences first, at the ids that can get one.
     """
-    by_length: dict[int, list[tuple[tuple[int, ...], float]]] = {1: []}
-    for sequence, bias in _any(rows).sequence_bias.items():
-        if sequence:
-            by_length.setdefault(len(sequence), []).append((sequence, bias))
-    ids = sorted({sequence[-1] for group in by_length.values() for sequence, _ in group})
-    total = scores.new_zeros((*scores.shape[:-1], len(ids)))
-    for length, group in by_length.items():
-        last = to_device([ids.index(sequence[-1]) for sequence, _ in group], scores.device)
-        values = to_device([bias for _, bias in group], scores.device, torch.float32)
+    at, *rest = given.tensors
+    total = scores.new_zeros((*scores.shape[:-1], len(at)))
+    for i, length in enumerate(given.fixed):
+        last, values, before = rest[3 * i : 3 * i + 3]
         if length > 1:
-            before = to_device([sequence[:-1] for sequence, _ in group], scores.device)  # [G, length - 1]
-            matches = (prefixes.tail(length - 1)[:, :, None] == before).all(dim=-1)
+            matches = (given.prefixes.tail(length - 1)[:, :, None] == before).all(dim=-1)
             values = torch.where(matches, values, 0.0)
         total.index_add_(-1, last, values.expand(*scores.shape[:-1], -1))
-    at = to_device(ids, scores.device)
     return scores.index_copy_(-1, at, scores.index_select(-1, at) + total)
 
 
-def _repetition(rows: Sequence[Any], scores: Tensor, prefixes: Prefixes) -> Tensor:
-    """Divide scores of ids in the prefix by the penalty if positive, else multiply."""
-    penalty = _any(rows).penalty
-    start = getattr(_any(rows), "prompt_ignore_length", None) or 0
-    ids, counts = prefixes.occurrences(scores.shape[-1], [start] * prefixes.rows)
+def _repetition(scores: Tensor, given: Given) -> Tensor:
+    """Divide scores of ids in the prefix, from position `number` on, by the penalty if positive, else multiply."""
+    ids, counts = given.prefixes.occurrences(scores.shape[-1], given.number)
     index = ids[:, None].expand(-1, scores.shape[1], -1)
     old = scores.gather(-1, index)
-    new = torch.where(old < 0, old * penalty, old / penalty)
+    new = torch.where(old < 0, old * given.fixed[0], old / given.fixed[0])
     return scores.scatter_(-1, index, torch.where(counts > 0, new, old))
 
 
@@ -218,120 +313,114 @@ class PresenceFrequencyPenalty(hf.LogitsProcessor):
         """Process scores [B, V] after ids [B, n] -> [B, V]."""
         ids = input_ids[:, self.prompt_length :]
         counts = torch.zeros_like(scores).scatter_add_(1, ids, torch.ones_like(ids, dtype=scores.dtype))
-        return self.penalised(scores, counts)
-
-    def penalised(self, scores: Tensor, counts: Tensor) -> Tensor:
-        """Subtract the penalties; counts: how often each id of scores was generated, shaped alike."""
-        return scores - self.frequency * counts - self.presence * (counts > 0).to(scores.dtype)
+        return _penalised(scores, counts, self.presence, self.frequency)
 
 
-def _presence_frequency(rows: Sequence[Any], scores: Tensor, prefixes: Prefixes) -> Tensor:
-    start = [(p or _any(rows)).prompt_length for p in rows]
-    ids, counts = prefixes.occurrences(scores.shape[-1], start)
+def _penalised(scores: Tensor, counts: Tensor, presence: float, frequency: float) -> Tensor:
+    """Subtract the penalties; counts: how often each id of scores was generated, shaped alike."""
+    return scores - frequency * counts - presence * (counts > 0).to(scores.dtype)
+
+
+def _presence_frequency(scores: Tensor, given: Given) -> Tensor:
+    ids, counts = given.prefixes.occurrences(scores.shape[-1], given.number)
     index = ids[:, None].expand(-1, scores.shape[1], -1)
-    return scores.scatter_(-1, index, _any(rows).penalised(scores.gather(-1, index), counts))
+    return scores.scatter_(-1, index, _penalised(scores.gather(-1, index), counts, *given.fixed))
 
 
-def _no_repeat_ngram(rows: Sequence[Any], scores: Tensor, prefixes: Prefixes) -> Tensor:
+def _no_repeat_ngram(scores: Tensor, given: Given) -> Tensor:
     """Forbid ids that would repeat an n-gram, one of the known ids or one that ends at a fed token of the prefix."""
-    n, vocab = _any(rows).ngram_size, scores.shape[-1]
-    newest = prefixes.tail(n - 1)  # [B, S, n - 1]
-    ending = prefixes.tail(n)[:, : prefixes.fed.shape[1]]  # [B, F, n]
-    again = (ending[:, None, :, :-1] == newest[:, :, None]).all(dim=-1) & prefixes.on_path  # [B, S, F]
-    last = ending[:, :, -1][:, None].expand_as(again)
-    if prefixes.known.shape[1] >= n:
-        grams = prefixes.known.unfold(1, n, 1)  # [B, N - n + 1, n]
-        old = (grams[:, None, :, :-1] == newest[:, :, None]).all(dim=-1)
-        again = torch.cat([again, old], dim=-1)
-        last = torch.cat([last, grams[:, :, -1][:, None].expand_as(old)], dim=-1)
-    inside = again & (last >= 0) & (last < vocab)
-    least = torch.where(inside, -math.inf, math.inf)
-    return scores.scatter_reduce_(-1, torch.where(inside, last, 0), least, "amin")
+    n, vocab, width = given.fixed[0], scores.shape[-1], given.prefixes.fed.shape[1]
+    newest = given.prefixes.tail(n - 1)  # [B, S, n - 1]
+    found = []  # n-grams, [B, S or 1, G, n]
+    if given.prefixes.known.shape[1] >= n:
+        found.append(given.prefixes.known.unfold(1, n, 1)[:, None])
+    if width:  # the n-grams that end at one of the newest tokens: all that are fed, and perhaps known ones once more
+        found.append(given.prefixes.tail(width + n - 1).unfold(-1, n, 1))
+    for grams in found:
+        again = (grams[..., :-1] == newest[:, :, None]).all(dim=-1)
+        last = grams[..., -1].expand_as(again)
+        inside = again & (last >= 0) & (last < vocab)
+        least = torch.where(inside, -math.inf, math.inf)
+        scores = scores.scatter_reduce_(-1, torch.where(inside, last, 0), least, "amin")
+    return scores
 
 
-def _min_tokens(rows: Sequence[Any], scores: Tensor, prefixes: Prefixes) -> Tensor:
-    """Forbid the end of text before the prefix has its least length."""
-
-    def early(p: Any, n: int) -> bool:
-        return bool(n < (p.min_length if isinstance(p, hf.MinLengthLogitsProcessor) else _least(p)))
-
-    return _forbid(_any(rows).eos_token_id, early, rows, scores, prefixes)
+def _forbid(scores: Tensor, where: Tensor, ids: Tensor) -> Tensor:
+    """Forbid ids where [B, S]."""
+    return scores.index_copy_(-1, ids, scores.index_select(-1, ids).masked_fill_(where[..., None], -math.inf))
 
 
-def _least(p: Any) -> int:
-    return int(p.prompt_length_to_skip + p.min_new_tokens)
+def _early(scores: Tensor, given: Given) -> Tensor:
+    """Forbid ids, those that end texts, before the prefix has `number` tokens."""
+    return _forbid(scores, given.prefixes.sizes < given.number, given.tensors[0])
 
 
-def _begin_suppress(rows: Sequence[Any], scores: Tensor, prefixes: Prefixes) -> Tensor:
-    return _forbid(_any(rows).begin_suppress_tokens, lambda p, n: n == p.begin_index, rows, scores, prefixes)
+def _begin(scores: Tensor, given: Given) -> Tensor:
+    """Forbid ids after a prefix of `number` tokens."""
+    return _forbid(scores, given.prefixes.sizes == given.number, given.tensors[0])
 
 
-def _forbid(
-    ids: Any, condition: Callable[[Any, int], bool], rows: Sequence[Any], scores: Tensor, prefixes: Prefixes
-) -> Tensor:
-    where = prefixes.where(condition, rows)
-    if where is None:
-        return scores
-    return scores.masked_fill_(where & _ids(ids, scores.shape[-1], scores.device), -math.inf)
+def _force(scores: Tensor, given: Given) -> Tensor:
+    """After a prefix of `number` tokens, take forced scores [V]."""
+    return torch.where((given.prefixes.sizes == given.number)[..., None], given.tensors[0], scores)
 
 
-def _forced_bos(rows: Sequence[Any], scores: Tensor, prefixes: Prefixes) -> Tensor:
-    return _force(_any(rows).bos_token_id, lambda p, n: n == 1, rows, scores, prefixes)
+def _forced(values: Any, room: Room) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
+    scores = torch.full((room.vocab,), -math.inf, device=room.device)
+    return (), (scores.index_fill_(0, room.ids(values), 0.0),)
 
 
-def _forced_eos(rows: Sequence[Any], scores: Tensor, prefixes: Prefixes) -> Tensor:
-    return _force(_any(rows).eos_token_id, lambda p, n: n == p.max_length - 1, rows, scores, prefixes)
-
-
-def _force(
-    ids: Any, condition: Callable[[Any, int], bool], rows: Sequence[Any], scores: Tensor, prefixes: Prefixes
-) -> Tensor:
-    where = prefixes.where(condition, rows)
-    if where is None:
-        return scores
-    chosen = _ids(ids, scores.shape[-1], scores.device)
-    return scores.masked_fill_(where & ~chosen, -math.inf).masked_fill_(where & chosen, 0.0)
-
-
-def _decay(rows: Sequence[Any], scores: Tensor, prefixes: Prefixes) -> Tensor:
-    """Add |score| * (factor ** (tokens past the start) - 1) to the end of text."""
-
-    def gain(p: Any, n: int) -> float:
-        if not p or n <= p.regulation_start:
-            return 0.0
-        try:
-            return float(pow(p.regulation_factor, n - p.regulation_start)) - 1
-        except OverflowError:
-            past = f"{p.regulation_factor!r} to the power of {n - p.regulation_start}"
-            raise SpecdecError(f"exponential_decay_length_penalty: {past} is too large") from None
-
-    gains = [[gain(p, n) for n in lengths] for p, lengths in zip(rows, prefixes.lengths, strict=True)]
-    if not any(map(any, gains)):
-        return scores
-    eos = _any(rows).eos_token_id.to(scores.device)
-    old = scores[..., eos]
-    added = old.abs() * to_device(gains, scores.device, torch.float32)[..., None]
+def _decay(scores: Tensor, given: Given) -> Tensor:
+    """Add |score| * (factor ** (tokens past the start) - 1) to the end of text; gains [B, N]: by the prefix's size."""
+    eos, gains = given.tensors
+    old = scores.index_select(-1, eos)
+    gain = gains.gather(1, given.prefixes.sizes.clamp(max=gains.shape[1] - 1))
+    added = old.abs() * gain[..., None]
     return scores.index_copy_(-1, eos, old + added.masked_fill(~old.isfinite(), 0.0))
 
 
-Stage = Callable[[Sequence[Any], Tensor, Prefixes], Tensor]
+def decay_gains(p: hf.ExponentialDecayLengthPenalty, longest: int) -> list[float]:
+    """Compute factor ** (tokens past the start) - 1 after prefixes of 0, 1, ... tokens, as far as there is a number."""
+    gains: list[float] = []
+    with suppress(OverflowError, TypeError):
+        for n in range(longest + 1):
+            past = n - p.regulation_start
+            gains.append(float(pow(p.regulation_factor, past)) - 1 if past > 0 else 0.0)
+    return gains
+
+
 TEXT_FREE = (
     hf.InfNanRemoveLogitsProcessor, hf.LogitNormalization,
     hf.TemperatureLogitsWarper, hf.TopKLogitsWarper, hf.TopPLogitsWarper, hf.MinPLogitsWarper,
     hf.TypicalLogitsWarper, hf.EpsilonLogitsWarper, hf.EtaLogitsWarper,
 )  # fmt: skip
-VECTORISED: dict[type, Stage] = {
-    **dict.fromkeys(TEXT_FREE, _text_free),
-    hf.SuppressTokensLogitsProcessor: _suppress,
-    hf.SequenceBiasLogitsProcessor: _biases,
-    hf.NoBadWordsLogitsProcessor: _biases,
-    hf.RepetitionPenaltyLogitsProcessor: _repetition,
-    PresenceFrequencyPenalty: _presence_frequency,
-    hf.NoRepeatNGramLogitsProcessor: _no_repeat_ngram,
-    hf.MinLengthLogitsProcessor: _min_tokens,
-    hf.MinNewTokensLengthLogitsProcessor: _min_tokens,
-    hf.SuppressTokensAtBeginLogitsProcessor: _begin_suppress,
-    hf.ForcedBOSTokenLogitsProcessor: _forced_bos,
-    hf.ForcedEOSTokenLogitsProcessor: _forced_eos,
-    hf.ExponentialDecayLengthPenalty: _decay,
+VECTORISED: dict[type, Form] = {
+    **dict.fromkeys(TEXT_FREE, Form(_text_free, lambda p, room: ((p,), ()))),
+    hf.SuppressTokensLogitsProcessor: Form(_suppress, lambda p, room: ((), (room.ids(p.suppress_tokens),))),
+    hf.SequenceBiasLogitsProcessor: Form(_biases, _prepare_biases),
+    hf.NoBadWordsLogitsProcessor: Form(_biases, _prepare_biases),
+    hf.RepetitionPenaltyLogitsProcessor: Form(
+        _repetition, lambda p, room: ((p.penalty,), ()), lambda p: getattr(p, "prompt_ignore_length", None) or 0
+    ),
+    PresenceFrequencyPenalty: Form(
+        _presence_frequency, lambda p, room: ((p.presence, p.frequency), ()), lambda p: p.prompt_length
+    ),
+    hf.NoRepeatNGramLogitsProcessor: Form(_no_repeat_ngram, lambda p, room: ((p.ngram_size,), ())),
+    hf.MinLengthLogitsProcessor: Form(
+        _early, lambda p, room: ((), (room.ids(p.eos_token_id),)), lambda p: p.min_length
+    ),
+    hf.MinNewTokensLengthLogitsProcessor: Form(
+        _early, lambda p, room: ((), (room.ids(p.eos_token_id),)), lambda p: p.prompt_length_to_skip + p.min_new_tokens
+    ),
+    hf.SuppressTokensAtBeginLogitsProcessor: Form(
+        _begin, lambda p, room: ((), (room.ids(p.begin_suppress_tokens),)), lambda p: p.begin_index
+    ),
+    hf.ForcedBOSTokenLogitsProcessor: Form(_force, lambda p, room: _forced(p.bos_token_id, room), lambda p: 1),
+    hf.ForcedEOSTokenLogitsProcessor: Form(
+        _force, lambda p, room: _forced(p.eos_token_id, room), lambda p: p.max_length - 1
+    ),
+    hf.ExponentialDecayLengthPenalty: Form(
+        _decay,
+        lambda p, room: ((), (room.ids(p.eos_token_id), torch.zeros(room.rows, room.longest + 1, device=room.device))),
+    ),
 }

@@ -36,7 +36,15 @@ from transformers.generation.utils import GenerationMixin
 from specdec.errors import SpecdecError
 from specdec.sampling.constraints import AllowedTokens, PrefixProcessor, PrefixStates
 from specdec.sampling.prefixes import History as History
-from specdec.sampling.processors import AllRows, PresenceFrequencyPenalty, RowProcessors, apply_processors
+from specdec.sampling.processors import (
+    AllRows,
+    PresenceFrequencyPenalty,
+    RowProcessors,
+    Texts,
+    apply_processors,
+    plain_settings,
+)
+from specdec.sampling.texts import KnownTexts
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -153,17 +161,16 @@ class Sampling:
         """Equal for pipelines that compute the same; None if that cannot be told."""
         parts: list[Any] = [self.temperature]
         for warper in self.warpers:
-            values = tuple(sorted(vars(warper).items()))
-            if not all(value is None or isinstance(value, (bool, int, float, str)) for _, value in values):
-                return None
-            parts.append((type(warper), values))
-        return tuple(parts)
+            parts.append(plain_settings(warper))
+        return None if None in parts else tuple(parts)
 
-    def scores(self, logits: Tensor, history: History | None = None) -> Tensor:
-        """Compute scores float32 [B, S, V] from logits [B, S, V]. history: given iff the call has row processors."""
-        scores = logits.to(torch.float32, copy=history is not None)
-        if history is not None:
-            scores = apply_processors(scores, history)
+    def scores(self, logits: Tensor, texts: Texts | History | None = None) -> Tensor:
+        """Compute scores float32 [B, S, V] from logits [B, S, V]. texts: given iff the call has row processors."""
+        scores = logits.to(torch.float32, copy=texts is not None)
+        if texts is not None:
+            if isinstance(texts, History):
+                texts = KnownTexts.of(texts, *scores.shape[1:], scores.device)
+            scores = apply_processors(scores, texts)
         if self.greedy:
             return scores
         # Shift before dividing: at T = 1e-4 the scores stay finite, and 0 / T is exactly 0 at the maximum.

@@ -13,9 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation import logits_process as hf
 
 from specdec import DraftModel, PromptLookup, SpecdecError, SpeculativeDecoder
-from specdec.sampling.prefixes import History, Prefixes
-from specdec.sampling.processors import VECTORISED, PresenceFrequencyPenalty, apply_processors
+from specdec.sampling.prefixes import History, Prefixes, chain_paths
+from specdec.sampling.processors import VECTORISED, PresenceFrequencyPenalty
+from specdec.sampling.processors import apply_processors as apply_texts
 from specdec.sampling.sampling import build_sampling
+from specdec.sampling.texts import KnownTexts
 from tests.helpers.laws import small_model
 from tests.helpers.prefixes import differences, one_by_one, random_pass
 from tests.helpers.tiny import tiny_model
@@ -74,6 +76,10 @@ def _pass(fields: dict[str, Any], users: Sequence[Any], seed: int, tree: bool) -
     return random_pass(lambda row, prompt: build(row, prompt, 6), V, seed, tree)
 
 
+def apply_processors(scores: torch.Tensor, history: History) -> torch.Tensor:
+    return apply_texts(scores, KnownTexts.of(history, scores.shape[1], V, scores.device))
+
+
 def _scores(history: History, seed: int, broken: bool = False) -> torch.Tensor:
     scores = torch.randn(*history.fed.shape, V, generator=torch.Generator().manual_seed(seed)) * 4
     scores[scores.abs() < 0.3] = 0.0
@@ -114,8 +120,7 @@ def test_looking_at_unaccepted_or_foreign_tokens_is_noticed(
         expected = one_by_one(scores, history)
         with monkeypatch.context() as patch:
             patch.setattr(History, "path", lambda self, row, column: range(self.fed.shape[1]))
-            everything = torch.ones(5, 6, 6, dtype=torch.bool)
-            patch.setattr(Prefixes, "on_path", everything)
+            patch.setattr(History, "on_path", lambda self, columns: torch.ones(5, columns, 6, dtype=torch.bool))
             wrong += differences(apply_processors(scores.clone(), history), expected, history)
     assert wrong > 0
 
@@ -138,8 +143,8 @@ def test_drafting_sees_the_known_text_alone(name: str) -> None:
 
 
 def test_newest_ids_reach_back_over_the_known_text_and_stop_at_its_start() -> None:
-    history = History([torch.tensor([1, 2, 3]), torch.tensor([4])], torch.tensor([[5, 6], [7, 8]]), [(), ()], [2, 2])
-    tail = Prefixes(history, 2, torch.device("cpu")).tail(4)
+    ids, fed = torch.tensor([[1, 2, 3], [4, 99, 99]]), torch.tensor([[5, 6], [7, 8]])
+    tail = Prefixes(ids, torch.tensor([3, 1]), fed, chain_paths(2, 2, 2, ids.device)).tail(4)
     assert tail.tolist() == [[[1, 2, 3, 5], [2, 3, 5, 6]], [[-1, -1, 4, 7], [-1, 4, 7, 8]]]
 
 

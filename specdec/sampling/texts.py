@@ -1,0 +1,124 @@
+"""The texts of a batch's rows on the device, for processors that read them.
+
+`KnownTexts` is the engine's: a table of ids that a row fills when it starts and that grows with what is emitted, and
+what the rows' processors need beside it. `Known` is the part of it that travels as inputs of a recorded function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation import logits_process as hf
+
+from specdec.device.buffers import Buffers
+from specdec.device.transfer import moved, sync_allowed, to_device
+from specdec.errors import SpecdecError
+from specdec.sampling.prefixes import History, Prefixes
+from specdec.sampling.processors import Room, Stage, Texts, decay_gains
+
+
+@dataclass(frozen=True)
+class Known(Buffers):
+    """Known texts as inputs of a recorded function.
+
+    ids [B, N]: ids of the rows, with arbitrary ones after them: lengths are told apart
+    numbers [B, P], tensors: as in `Texts`
+    """
+
+    ids: Tensor
+    numbers: Tensor
+    tensors: tuple[Tensor, ...]
+
+    def grown(self, tokens: Tensor, lengths: Tensor) -> Known:
+        """Return the texts with tokens [B, k] put after the first `lengths` [B] ids of each row."""
+        at = lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+        return replace(self, ids=self.ids.scatter(1, at.clamp(max=self.ids.shape[1] - 1), tokens))
+
+
+class KnownTexts:
+    """The ids of a batch's rows and the stages of their processors. The first row to start settles the stages."""
+
+    def __init__(self, batch: int, capacity: int, vocab: int, device: torch.device):
+        self.room = Room(batch, capacity, vocab, device)
+        self.ids = torch.zeros(batch, capacity, dtype=torch.int64, device=device)
+        self.stages: tuple[Stage, ...] = ()
+        self.numbers = self.ids[:, :0]
+        self.tensors: tuple[Tensor, ...] = ()
+        self.processors: list[Sequence[Any] | None] = [None] * batch
+        self.limits = [capacity] * batch  # longest prefix for which every processor has a number
+
+    @property
+    def on_host(self) -> bool:
+        """True if some processor is called on the host."""
+        return any(stage.form is None for stage in self.stages)
+
+    @property
+    def signature(self) -> tuple[Any, ...] | None:
+        """Equal for stages that compute the same from equal inputs; None if that cannot be told."""
+        signatures = tuple(stage.signature for stage in self.stages)
+        return None if None in signatures else signatures
+
+    def start(self, row: int, ids: Sequence[int], processors: Sequence[Any]) -> None:
+        """Start a row with the ids that are known."""
+        with sync_allowed(self.room.device):  # processors of transformers hold their ids on the device
+            if not self.stages:
+                made = [Stage.of(p, self.room) for p in processors]
+                self.stages = tuple(stage for stage, _ in made)
+                self.tensors = tuple(tensor for _, own in made for tensor in own)
+                self.numbers = torch.zeros(self.room.rows, len(made), dtype=torch.int64, device=self.room.device)
+            numbers = [s.form.number(p) if s.form else 0 for s, p in zip(self.stages, processors, strict=True)]
+            self.numbers[row] = to_device(numbers, self.room.device)
+        self.processors[row], self.limits[row] = processors, self.room.longest
+        if len(ids):
+            self.ids[row, : len(ids)] = to_device(ids, self.room.device)
+        first = 0
+        for stage, processor in zip(self.stages, processors, strict=True):
+            if isinstance(processor, hf.ExponentialDecayLengthPenalty) and stage.form:
+                gains = decay_gains(processor, self.room.longest)
+                self.limits[row] = len(gains) - 1
+                self.tensors[first + 1][row, : len(gains)] = to_device(gains, self.room.device, torch.float32)
+            first += stage.size
+
+    def append(self, tokens: Mapping[int, tuple[int, Sequence[int]]]) -> None:
+        """Write what was emitted: row -> (position of the first token, tokens)."""
+        rows = [row for row, (_, new) in tokens.items() for _ in new]
+        if rows:
+            at = [first + i for first, new in tokens.values() for i in range(len(new))]
+            values = [token for _, new in tokens.values() for token in new]
+            row, column, token = to_device([rows, at, values], self.room.device)
+            self.ids[row, column] = token
+
+    def known(self, columns: int, device: torch.device) -> Known:
+        """Return the first ids of each row, and what goes with them."""
+        tensors = tuple(moved(t, device) for t in self.tensors)
+        return Known(moved(self.ids[:, :columns], device), moved(self.numbers, device), tensors)
+
+    def check(self, lengths: Mapping[int, int]) -> None:
+        """Raise SpecdecError if a processor has no number for a row's prefix of so many tokens."""
+        for row, length in lengths.items():
+            if length > self.limits[row] < self.room.longest:
+                past = f"after {length} tokens its factor to the power of the tokens past its start"
+                raise SpecdecError(f"exponential_decay_length_penalty: {past} is too large")
+
+    def texts(self, known: Known, prefixes: Prefixes, history: History | None = None) -> Texts:
+        """Put together what the stages read in a pass."""
+        return Texts(self.stages, prefixes, known.numbers, known.tensors, history)
+
+    @staticmethod
+    def of(history: History, columns: int, vocab: int, device: torch.device) -> Texts:
+        """Return what the stages read in the pass that `history` describes, for a single use."""
+        lengths = [0 if known is None else len(known) for known in history.known]
+        width = history.fed.shape[1]
+        texts = KnownTexts(len(lengths), max(1, *lengths) + width, vocab, device)
+        for row, (known, processors) in enumerate(zip(history.known, history.processors, strict=True)):
+            if known is not None and processors is not None:
+                texts.start(row, (), processors)
+                texts.ids[row, : lengths[row]] = moved(known, device)
+        texts.check({row: length + min(history.counts[row], width) for row, length in enumerate(lengths)})
+        fed, on_path = moved(history.fed, device), moved(history.on_path(columns), device)
+        prefixes = Prefixes(texts.ids, to_device(lengths, device), fed, on_path)
+        return texts.texts(texts.known(texts.room.longest, device), prefixes, history)
