@@ -12,6 +12,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ from specdec.decoding.provenance import device_name
 from specdec.files.compact_json import write_json
 from specdec.research.bench import origin
 from specdec.sampling.prefixes import History
-from specdec.sampling.processors import apply_processors
+from specdec.sampling.processors import Texts, apply_processors
 from specdec.sampling.sampling import build_sampling
+from specdec.sampling.texts import KnownTexts
 
 ROWS, COLUMNS, VOCAB = 8, 8, 49_152
 CASES: dict[str, dict[str, Any]] = {
@@ -83,8 +85,13 @@ def measure(device: torch.device, known: Sequence[int], repeats: int) -> list[di
         for name, fields in CASES.items():
             history = random_pass(model, fields, n, device)
             before = milliseconds(lambda h=history: one_by_one(scores, h), repeats, device)
-            after = milliseconds(lambda h=history: apply_processors(scores.clone(), h), repeats, device)
-            same = torch.equal(one_by_one(scores, history), apply_processors(scores.clone(), history))
+            texts = KnownTexts.of(history, scores)
+
+            def at_once(texts: Texts = texts) -> torch.Tensor:
+                return apply_processors(scores.clone(), replace(texts, prefixes=replace(texts.prefixes)))
+
+            after = milliseconds(at_once, repeats, device)
+            same = torch.equal(one_by_one(scores, history), at_once())
             entries.append({"processor": name, "known": n, "per_prefix_ms": before, "pass_ms": after, "equal": same})
             print(f"{name:30} {n:6} {before:9.2f} {after:9.2f}  {'equal' if same else 'DIFFERENT'}")
     return entries

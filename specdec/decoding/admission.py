@@ -14,7 +14,6 @@ import numpy as np
 from specdec.decoding.row import Row
 from specdec.decoding.verification import Verifier
 from specdec.device.clock import Clock
-from specdec.device.transfer import to_device
 from specdec.drafters.base import RowSampling
 from specdec.drafters.chain import Chain
 from specdec.models.kv_cache import SHORT, KeptRows, prefix_groups
@@ -66,7 +65,7 @@ class Admission:
             self._prefill({slot: row.tokens[known[slot] :].tolist() for slot, row in rows.items()}, known)
             for slot, row in rows.items():
                 row.alone = len(rows) == 1
-                self._set_sampling(row)
+                self._set_sampling(slot, row)
                 self.slots[slot] = row
         for slot, row in rows.items():
             self.chain.begin(slot, row.tokens)
@@ -75,12 +74,12 @@ class Admission:
         seen = self.chain.observe if self.observed is not None else None
         self.runner.prefill(self.cache, self.shapes, tokens, starts, seen, self.observed)
 
-    def _set_sampling(self, row: Row) -> None:
+    def _set_sampling(self, slot: int, row: Row) -> None:
         sampling = self.verifier.sampling
-        if sampling.row_processors is not None:
+        if sampling.row_processors is not None and self.verifier.texts is not None:
             row.processors = sampling.row_processors(row.index, row.prompt, row.stops.max_new_tokens)
-            row.known = to_device(row.prompt, self.runner.device)
-        row.sampling = RowSampling(sampling, self.verifier.rule.proposal, row.processors)
+            self.verifier.texts.start(slot, row.prompt, row.processors)
+        row.sampling = RowSampling(sampling, self.verifier.rule.proposal, row.processors, self.verifier.texts)
 
     def rotate_anew(self, active: Sequence[tuple[int, Row]]) -> None:
         """Recompute rows whose rotation factors have changed with their length (models/rope.py)."""

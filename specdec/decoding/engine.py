@@ -27,15 +27,12 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from specdec.decoding.admission import Admission
 from specdec.decoding.record import record_round
 from specdec.decoding.result import Round
 from specdec.decoding.row import Row
 from specdec.decoding.verification import PendingResult, RowVerdict, Verifier, VerifyResult
 from specdec.device.clock import Clock
-from specdec.device.transfer import to_device
 from specdec.drafters.base import NO_DRAFT, Draft, DraftRequest, RowNoise
 from specdec.drafters.chain import Chain
 from specdec.models.kv_cache import KeptRows
@@ -133,7 +130,7 @@ class Engine:
 
         took: seconds of the pass's draft and verify.
         """
-        rounds, moved = [], []
+        rounds, moved, taken = [], [], {}
         for slot, row in active:
             draft, start = row.pending, row.size - 1
             assert draft is not None
@@ -142,6 +139,7 @@ class Engine:
                 self.chain.settle(slot, row.drafted)
             emitted = self._take(row, verdict)
             result.keep_logprobs(slot, row, len(emitted))
+            taken[slot] = start + 1, emitted
             if verdict.status == "continues" and row.finish_reason is None:
                 row.pending = draft.rest(len(verdict.path), verdict.total)
             else:
@@ -150,6 +148,8 @@ class Engine:
                 self._close(slot, row, path if draft.parents is not None else None)
             if self.verifier.record:
                 rounds.append(record_round(row, slot, draft, start, verdict, emitted, result, took))
+        if self.verifier.texts is not None:
+            self.verifier.texts.append(taken)
         self.cache.rewind({slot: row.size - 1 for slot, row in active}, moved)
         return rounds
 
@@ -158,8 +158,7 @@ class Engine:
         own = len(verdict.tokens) - len(verdict.path)
         origins = [row.strategy] * len(verdict.path) + [None] * own
         emitted = verdict.tokens[: row.take(verdict.tokens, origins)]
-        if row.known is not None and emitted:
-            row.known = torch.cat([row.known, to_device(emitted, self.runner.device)])
+        if row.processors is not None:
             row.processors.commit(emitted)
         if verdict.status == "failed" and row.finish_reason is None:
             row.fail("error", f"row {row.index}: logits of NaN, +inf or nothing but -inf at position {row.size}")

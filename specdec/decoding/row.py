@@ -91,7 +91,6 @@ class Row:
     origins: list[str | None] = field(default_factory=list)
     processors: Any = None
     sampling: RowSampling | None = None  # how its tokens are sampled, as drafters are told
-    known: Tensor | None = None  # the ids on the device, for text-reading processors
     alone: bool = True  # the prompt was computed in passes of its own
     # The open round: what is left of its draft, the row's size when it began, tokens drafted and accepted so far; with
     # trees also parents, accepted nodes, and nodes that do not exist.

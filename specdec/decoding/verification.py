@@ -6,15 +6,16 @@ that the host will read: the pass, the scores, the acceptance rule, and what rec
 where the runner replays passes it is recorded as a whole (device/graphs.py), under a `VerifyKey` that names all that is
 fixed in it. Then there is one host read: `PendingResult.read() -> VerifyResult`.
 
-Processors that read the text are called on the host, and a user's rule may do anything: there the function is not
-recorded, only the pass inside it.
+Processors that read the text are part of it, as far as they have a vectorised form (sampling/processors.py): the known
+texts are among the inputs. A user's own processors are called on the host, and a user's rule may do anything: there the
+function is not recorded, only the pass inside it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,7 +34,10 @@ from specdec.models.kv_cache import RaggedCache
 from specdec.models.passes import PassInputs, PassKey
 from specdec.models.runner import PassOutput, Runner, Shapes
 from specdec.models.trees import MISSING, Tree, TreePass, chain_parents, depths_of, most_children, path_to
-from specdec.sampling.sampling import History, Sampling
+from specdec.sampling.prefixes import History, Prefixes, chain_paths
+from specdec.sampling.processors import Texts
+from specdec.sampling.sampling import Sampling
+from specdec.sampling.texts import Known, KnownTexts
 
 # Columns of `VerifyInputs.table`; S drafted ids follow, and with trees S parents.
 STARTS, COUNTS, LAST, KEYS, POSITIONS, DONE, ROUNDS, TOTALS, HAS_Q, LIMITS, DRAFT = range(11)
@@ -164,11 +168,13 @@ class VerifyInputs(Buffers):
     table [B, DRAFT + S], with trees [B, DRAFT + 2 S]: STARTS ... LIMITS, the drafted ids, the trees' parents
     q [B, S, V]: column s is the distribution that drafted token s was sampled from; None: no draft has q
     states [B, S, H]: what the layers that the pass leaves out made of the fed tokens; None: it runs all layers
+    known: the rows' texts, for processors that read them
     """
 
     table: Tensor
     q: Tensor | None = None
     states: Tensor | None = None
+    known: Known | None = None
 
 
 @dataclass(frozen=True)
@@ -243,12 +249,18 @@ class Verifier:
     passes: int = 0
     resumed: dict[int, int] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.texts: KnownTexts | None = None
+        if self.sampling.row_processors is not None:
+            self.texts = KnownTexts(self.batch, self.cache.capacity, self.vocab_size, self.runner.device)
+
     def launch(self, active: Sequence[tuple[int, Row]]) -> PendingResult:
         """Verify what the active rows have pending, without waiting for the result."""
         plan = self.plan(active)
         runner, states = self._resumed(plan)
-        inputs = VerifyInputs(self._table(plan), self._q(plan), states)
-        verified = self._run(runner, plan, self._key(runner, plan), inputs)
+        key = self._key(runner, plan)
+        known = None if self.texts is None else self.texts.known(key.given.kv_len, runner.device)
+        verified = self._run(runner, plan, key, VerifyInputs(self._table(plan), self._q(plan), states, known))
         self.passes += 1
         pending = PendingResult(
             verified.packed, Arriving.of(verified.packed), self.reader, self.shapes.verify_width
@@ -314,7 +326,7 @@ class Verifier:
             limit=self.shapes.verify_width,
             vocab_size=self.vocab_size,
             rule=self.rule,
-            sampling=self.sampling.signature,
+            sampling=self.sampling.signature_with(self.texts),
             all_have_q=bool(plan.q) and len(plan.q) == drafted,
             levels=plan.levels,
             siblings=plan.siblings,
@@ -322,14 +334,15 @@ class Verifier:
         )
 
     def _run(self, runner: Runner, plan: PassPlan, key: VerifyKey, inputs: VerifyInputs) -> Verified:
-        cache, sampling = self.cache, self.sampling
+        cache, sampling, texts, history = self.cache, self.sampling, self.texts, None
+        if texts is not None:
+            texts.check({b: start + plan.counts[b] for b, start in enumerate(plan.starts)})
+            history = self._history(plan, texts) if texts.on_host else None
 
         def function(inputs: VerifyInputs) -> Verified:
-            return verify(runner, cache, sampling, key, inputs)
+            return verify(runner, cache, sampling, key, inputs, texts, history)
 
-        if sampling.row_processors is not None:
-            return verify(runner, cache, sampling, key, inputs, self._texts(plan))
-        if not self.rule.recordable or sampling.signature is None:
+        if not self.rule.recordable or key.sampling is None:
             return function(inputs)
         return runner.run(cache, key, inputs, function)
 
@@ -387,15 +400,11 @@ class Verifier:
         put_rows(q, {b: rows[: plan.width] for b, rows in plan.q.items()})
         return q
 
-    def _texts(self, plan: PassPlan) -> History:
-        """Gather what text-reading processors see, without the ids that the pass feeds."""
-        known: list[Tensor | None] = [None] * self.batch
-        processors: list[Any] = [None] * self.batch
-        for b, row in plan.rows:
-            assert row.known is not None
-            known[b], processors[b] = row.known[:-1], row.processors
+    def _history(self, plan: PassPlan, texts: KnownTexts) -> History:
+        """Gather what processors that are called on the host see, without the ids that the pass feeds."""
         paths = [self._paths(plan, b) for b in range(self.batch)] if plan.has_trees else None
-        return History(known, torch.zeros(0), processors, plan.counts, paths)
+        lengths = {b: row.size - 1 for b, row in plan.rows}
+        return texts.history(texts.ids, lengths, texts.ids[:, :0], plan.counts, paths)
 
     def _paths(self, plan: PassPlan, slot: int) -> list[list[int]]:
         """List for each column that a row feeds the columns from the newest token to it."""
@@ -423,22 +432,27 @@ def _bounds(draft: Draft, limit: int) -> tuple[int, int]:
 
 def verify(
     runner: Runner, cache: RaggedCache, sampling: Sampling, key: VerifyKey, inputs: VerifyInputs,
-    texts: History | None = None,
+    texts: KnownTexts | None = None, history: History | None = None,
 ) -> Verified:  # fmt: skip
     """Run the pass and accept, from tensors alone.
 
-    texts: processors to call on the host, with their texts; the fed ids are added here. None: there are none
+    texts: for processors that read them, as far as `inputs` does not have them
+    history: for processors that are called on the host; the fed ids are added here
     """
     fed, draft, outside = runner.part(_fed)(inputs.table, key.vocab_size, key.given.width)
     tree, where = _trees(key, inputs.table)
     out = runner.forward(cache, key.given, PassInputs(fed, inputs.table[:, :LAST].T, where, inputs.states))
-    if texts is not None:
-        texts.fed = fed
+    read = None
+    if texts is not None and inputs.known is not None:
+        width = key.given.width
+        on_path = chain_paths(len(fed), width, width, fed.device) if tree is None else tree.lineage
+        prefixes = Prefixes(inputs.known.ids, inputs.table[:, STARTS], fed, on_path)
+        read = texts.texts(inputs.known, prefixes, None if history is None else replace(history, fed=fed))
     # Compiled only where it computes nothing with the scores but to compare them: sums would round differently.
     lossless = key.rule.recordable and not key.rule.lossy
     compares = sampling.greedy and lossless and key.recorded == NO_RECORD and tree is None
-    decide = runner.part(_decide) if compares and texts is None else _decide
-    flat, names, forms = decide(out.logits, inputs, draft, outside, tree, key, sampling, texts)
+    decide = runner.part(_decide) if compares and read is None else _decide
+    flat, names, forms = decide(out.logits, inputs, draft, outside, tree, key, sampling, read)
     seen = (fed, out.logits, out.hidden, where) if key.given.observed is not None else ()
     return Verified(Packed(flat, names, forms), *seen)
 
@@ -462,7 +476,7 @@ def _trees(key: VerifyKey, table: Tensor) -> tuple[Tree | None, TreePass | None]
 
 def _decide(
     logits: Tensor, inputs: VerifyInputs, draft: Tensor, outside: Tensor, tree: Tree | None, key: VerifyKey,
-    sampling: Sampling, texts: History | None,
+    sampling: Sampling, texts: Texts | None,
 ) -> tuple[Tensor, tuple[str, ...], tuple[Any, ...]]:  # fmt: skip
     """Compute what the host will read from the pass's logits: the fields of `Packed`."""
     q, numbers = inputs.q, inputs.table[:, :DRAFT].T

@@ -22,6 +22,7 @@ from torch import Tensor
 from specdec.models.passes import ALL_LAYERS
 from specdec.models.trees import depths_of
 from specdec.sampling.sampling import Purpose, Sampling
+from specdec.sampling.texts import Drafted, Known, KnownTexts
 
 if TYPE_CHECKING:
     from transformers import LogitsProcessorList, PreTrainedTokenizerBase
@@ -53,11 +54,32 @@ class RowSampling:
     sampling: the call's pipeline from logits to scores
     proposal: what the acceptance rule wants of model drafters (`AcceptanceRule.proposal`)
     processors: the row's text-reading processors, or None
+    texts: the known texts of all rows, for these processors, or None
     """
 
     sampling: Sampling
     proposal: str
     processors: LogitsProcessorList | None = None
+    texts: KnownTexts | None = None
+
+    @property
+    def signature(self) -> Any:
+        """Equal if the same is computed from equal inputs; None if that cannot be told, so that nothing is recorded."""
+        return self.sampling.signature_with(self.texts)
+
+    def known(self, columns: int, device: torch.device) -> Known | None:
+        """Return the first ids of all rows, for recorded functions; None: no processor reads texts."""
+        return None if self.texts is None else self.texts.known(columns, device)
+
+    def drafted(self, known: Known | None, lengths: Tensor, requests: Sequence[DraftRequest]) -> Drafted | None:
+        """Return the texts of rows whose chains begin; None: no processor reads them.
+
+        lengths [B]: known ids of each row
+        requests: of these rows; looked at only where processors are called on the host
+        """
+        if self.texts is None or known is None:
+            return None
+        return Drafted(self.texts, known, lengths, {r.row: r.known for r in requests})
 
     @property
     def sampled(self) -> bool:
@@ -103,6 +125,11 @@ class DraftRequest:
     position: int = -1
     sampling: RowSampling | None = None
     noise: RowNoise | None = None
+
+    @property
+    def known(self) -> int:
+        """How many of the target's ids are known, the newest included."""
+        return 1 + (len(self.tokens) if self.position < 0 else self.position)
 
     def limit(self, own: int) -> int:
         """Return the most tokens to propose for a strategy whose own limit is `own`."""

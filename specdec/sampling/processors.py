@@ -66,7 +66,7 @@ def knows_no_row(processor: Any) -> bool:
 
 def apply_processors(scores: Tensor, texts: Texts) -> Tensor:
     """Apply the stages of a call to scores [B, S, V] float32, which are overwritten or replaced."""
-    tensors = iter(texts.tensors)
+    tensors = iter(texts.constants)
     for i, stage in enumerate(texts.stages):
         if stage.form is not None:
             own = [next(tensors) for _ in range(stage.size)]
@@ -165,20 +165,20 @@ class Given(NamedTuple):
 
     number [B, 1]: what differs from row to row
     fixed: plain values, the same for all rows of a call and part of a recorded function's key
-    tensors: the same for all rows, but among its inputs
+    constants: tensors that stay as they are, but are among its inputs
     """
 
     prefixes: Prefixes
     number: Tensor
     fixed: tuple[Any, ...]
-    tensors: Sequence[Tensor]
+    constants: Sequence[Tensor]
 
 
 class Form(NamedTuple):
     """The vectorised form of a processor.
 
     apply: computes scores from scores, by operations on the device alone
-    prepare: (processor, room) -> `Given.fixed` and `Given.tensors`
+    prepare: (processor, room) -> `Given.fixed` and `Given.constants`
     number: processor -> `Given.number`
     """
 
@@ -232,14 +232,14 @@ class Texts:
     stages: of all rows
     prefixes: of the pass
     numbers [B, P]: what differs from row to row, by stage
-    tensors: of all stages that run on the device, one after the other
+    constants: tensors of all stages that run on the device, one after the other
     history: for stages that are called on the host
     """
 
     stages: Sequence[Stage]
     prefixes: Prefixes
     numbers: Tensor
-    tensors: Sequence[Tensor]
+    constants: Sequence[Tensor]
     history: History | None = None
 
 
@@ -252,7 +252,7 @@ def _text_free(scores: Tensor, given: Given) -> Tensor:
 
 
 def _suppress(scores: Tensor, given: Given) -> Tensor:
-    return scores.index_fill_(-1, given.tensors[0], -math.inf)
+    return scores.index_fill_(-1, given.constants[0], -math.inf)
 
 
 def _prepare_biases(p: Any, room: Room) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
@@ -277,7 +277,7 @@ def _biases(scores: Tensor, given: Given) -> Tensor:
 
     They are summed in transformers' order, shorter sequences first, at the ids that can get one.
     """
-    at, *rest = given.tensors
+    at, *rest = given.constants
     total = scores.new_zeros((*scores.shape[:-1], len(at)))
     for i, length in enumerate(given.fixed):
         last, values, before = rest[3 * i : 3 * i + 3]
@@ -352,17 +352,17 @@ def _forbid(scores: Tensor, where: Tensor, ids: Tensor) -> Tensor:
 
 def _early(scores: Tensor, given: Given) -> Tensor:
     """Forbid ids, those that end texts, before the prefix has `number` tokens."""
-    return _forbid(scores, given.prefixes.sizes < given.number, given.tensors[0])
+    return _forbid(scores, given.prefixes.sizes < given.number, given.constants[0])
 
 
 def _begin(scores: Tensor, given: Given) -> Tensor:
     """Forbid ids after a prefix of `number` tokens."""
-    return _forbid(scores, given.prefixes.sizes == given.number, given.tensors[0])
+    return _forbid(scores, given.prefixes.sizes == given.number, given.constants[0])
 
 
 def _force(scores: Tensor, given: Given) -> Tensor:
     """After a prefix of `number` tokens, take forced scores [V]."""
-    return torch.where((given.prefixes.sizes == given.number)[..., None], given.tensors[0], scores)
+    return torch.where((given.prefixes.sizes == given.number)[..., None], given.constants[0], scores)
 
 
 def _forced(values: Any, room: Room) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
@@ -372,7 +372,7 @@ def _forced(values: Any, room: Room) -> tuple[tuple[Any, ...], tuple[Tensor, ...
 
 def _decay(scores: Tensor, given: Given) -> Tensor:
     """Add |score| * (factor ** (tokens past the start) - 1) to the end of text; gains [B, N]: by the prefix's size."""
-    eos, gains = given.tensors
+    eos, gains = given.constants
     old = scores.index_select(-1, eos)
     gain = gains.gather(1, given.prefixes.sizes.clamp(max=gains.shape[1] - 1))
     added = old.abs() * gain[..., None]

@@ -164,12 +164,17 @@ class Sampling:
             parts.append(plain_settings(warper))
         return None if None in parts else tuple(parts)
 
+    def signature_with(self, texts: KnownTexts | None) -> tuple[Any, ...] | None:
+        """Return the signature of the whole pipeline, with the stages that read `texts`."""
+        parts = self.signature, () if texts is None else texts.signature
+        return None if None in parts else parts
+
     def scores(self, logits: Tensor, texts: Texts | History | None = None) -> Tensor:
         """Compute scores float32 [B, S, V] from logits [B, S, V]. texts: given iff the call has row processors."""
         scores = logits.to(torch.float32, copy=texts is not None)
         if texts is not None:
             if isinstance(texts, History):
-                texts = KnownTexts.of(texts, *scores.shape[1:], scores.device)
+                texts = KnownTexts.of(texts, scores)
             scores = apply_processors(scores, texts)
         if self.greedy:
             return scores

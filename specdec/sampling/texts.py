@@ -17,7 +17,7 @@ from transformers.generation import logits_process as hf
 from specdec.device.buffers import Buffers
 from specdec.device.transfer import moved, sync_allowed, to_device
 from specdec.errors import SpecdecError
-from specdec.sampling.prefixes import History, Prefixes
+from specdec.sampling.prefixes import History, Prefixes, chain_paths
 from specdec.sampling.processors import Room, Stage, Texts, decay_gains
 
 
@@ -26,17 +26,67 @@ class Known(Buffers):
     """Known texts as inputs of a recorded function.
 
     ids [B, N]: ids of the rows, with arbitrary ones after them: lengths are told apart
-    numbers [B, P], tensors: as in `Texts`
+    numbers [B, P], constants: as in `Texts`
     """
 
     ids: Tensor
     numbers: Tensor
-    tensors: tuple[Tensor, ...]
+    constants: tuple[Tensor, ...]
 
     def grown(self, tokens: Tensor, lengths: Tensor) -> Known:
         """Return the texts with tokens [B, k] put after the first `lengths` [B] ids of each row."""
         at = lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
         return replace(self, ids=self.ids.scatter(1, at.clamp(max=self.ids.shape[1] - 1), tokens))
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """The texts of rows that draft chains: what is known, then what is drafted so far.
+
+    lengths [B]: ids of each row
+    rows: row -> ids that the host knows, for processors that are called there
+    drafted: tokens drafted so far
+    """
+
+    texts: KnownTexts
+    known: Known
+    lengths: Tensor
+    rows: Mapping[int, int]
+    drafted: int = 0
+
+    def read(self) -> Texts:
+        """Return what the stages read for the next token."""
+        fed = self.known.ids[:, :0]
+        prefixes = Prefixes(self.known.ids, self.lengths, fed, chain_paths(len(fed), 1, 0, fed.device))
+        if not self.texts.on_host:
+            return self.texts.texts(self.known, prefixes)
+        lengths = {row: n + self.drafted for row, n in self.rows.items()}
+        history = self.texts.history(self.known.ids, lengths, fed, [1] * len(fed))
+        return self.texts.texts(self.known, prefixes, history)
+
+    def read_tree(
+        self, nodes: Tensor, paths: Mapping[int, Sequence[Sequence[int]]], columns: int, on_path: Tensor | None = None
+    ) -> Texts:  # fmt: skip
+        """Return what the stages read at some nodes of a tree.
+
+        nodes [B, n]: ids of the tree so far
+        paths: row -> the nodes on the way to each of these nodes, itself included
+        columns: how many of them a row has at most, S
+        on_path [B, S, n]: the same as `paths`, which then are looked at only where processors are called on the host
+        """
+        fed, history = nodes.clamp(min=0), None
+        if on_path is None or self.texts.on_host:
+            counts = [len(paths.get(b, ())) for b in range(len(nodes))]
+            listed = [paths.get(b, ()) for b in range(len(nodes))]
+            history = self.texts.history(self.known.ids, self.rows, fed, counts, listed)
+        on_path = history.on_path(columns) if on_path is None and history is not None else on_path
+        assert on_path is not None
+        return self.texts.texts(self.known, Prefixes(self.known.ids, self.lengths, fed, on_path), history)
+
+    def after(self, token: Tensor) -> Drafted:
+        """Return the texts with one more token [B] each."""
+        known = self.known.grown(token[:, None], self.lengths)
+        return replace(self, known=known, lengths=self.lengths + 1, drafted=self.drafted + 1)
 
 
 class KnownTexts:
@@ -47,7 +97,7 @@ class KnownTexts:
         self.ids = torch.zeros(batch, capacity, dtype=torch.int64, device=device)
         self.stages: tuple[Stage, ...] = ()
         self.numbers = self.ids[:, :0]
-        self.tensors: tuple[Tensor, ...] = ()
+        self.constants: tuple[Tensor, ...] = ()
         self.processors: list[Sequence[Any] | None] = [None] * batch
         self.limits = [capacity] * batch  # longest prefix for which every processor has a number
 
@@ -68,7 +118,7 @@ class KnownTexts:
             if not self.stages:
                 made = [Stage.of(p, self.room) for p in processors]
                 self.stages = tuple(stage for stage, _ in made)
-                self.tensors = tuple(tensor for _, own in made for tensor in own)
+                self.constants = tuple(tensor for _, own in made for tensor in own)
                 self.numbers = torch.zeros(self.room.rows, len(made), dtype=torch.int64, device=self.room.device)
             numbers = [s.form.number(p) if s.form else 0 for s, p in zip(self.stages, processors, strict=True)]
             self.numbers[row] = to_device(numbers, self.room.device)
@@ -80,7 +130,7 @@ class KnownTexts:
             if isinstance(processor, hf.ExponentialDecayLengthPenalty) and stage.form:
                 gains = decay_gains(processor, self.room.longest)
                 self.limits[row] = len(gains) - 1
-                self.tensors[first + 1][row, : len(gains)] = to_device(gains, self.room.device, torch.float32)
+                self.constants[first + 1][row, : len(gains)] = to_device(gains, self.room.device, torch.float32)
             first += stage.size
 
     def append(self, tokens: Mapping[int, tuple[int, Sequence[int]]]) -> None:
@@ -94,7 +144,7 @@ class KnownTexts:
 
     def known(self, columns: int, device: torch.device) -> Known:
         """Return the first ids of each row, and what goes with them."""
-        tensors = tuple(moved(t, device) for t in self.tensors)
+        tensors = tuple(moved(t, device) for t in self.constants)
         return Known(moved(self.ids[:, :columns], device), moved(self.numbers, device), tensors)
 
     def check(self, lengths: Mapping[int, int]) -> None:
@@ -104,21 +154,30 @@ class KnownTexts:
                 past = f"after {length} tokens its factor to the power of the tokens past its start"
                 raise SpecdecError(f"exponential_decay_length_penalty: {past} is too large")
 
+    def history(
+        self, ids: Tensor, lengths: Mapping[int, int], fed: Tensor, counts: Sequence[int], paths: Any = None
+    ) -> History:  # fmt: skip
+        """Return what processors that are called on the host see; lengths: row -> how many of its `ids` are known."""
+        rows = range(self.room.rows)
+        known = [ids[b, : lengths[b]] if b in lengths else None for b in rows]
+        return History(known, fed, [self.processors[b] if b in lengths else None for b in rows], counts, paths)
+
     def texts(self, known: Known, prefixes: Prefixes, history: History | None = None) -> Texts:
         """Put together what the stages read in a pass."""
-        return Texts(self.stages, prefixes, known.numbers, known.tensors, history)
+        return Texts(self.stages, prefixes, known.numbers, known.constants, history)
 
     @staticmethod
-    def of(history: History, columns: int, vocab: int, device: torch.device) -> Texts:
-        """Return what the stages read in the pass that `history` describes, for a single use."""
+    def of(history: History, scores: Tensor) -> Texts:
+        """Return what the stages read in the pass that `history` describes and that gave scores [B, S, V]."""
+        device = scores.device
         lengths = [0 if known is None else len(known) for known in history.known]
         width = history.fed.shape[1]
-        texts = KnownTexts(len(lengths), max(1, *lengths) + width, vocab, device)
+        texts = KnownTexts(len(lengths), max(1, *lengths) + width, scores.shape[-1], device)
         for row, (known, processors) in enumerate(zip(history.known, history.processors, strict=True)):
             if known is not None and processors is not None:
                 texts.start(row, (), processors)
                 texts.ids[row, : lengths[row]] = moved(known, device)
         texts.check({row: length + min(history.counts[row], width) for row, length in enumerate(lengths)})
-        fed, on_path = moved(history.fed, device), moved(history.on_path(columns), device)
+        fed, on_path = moved(history.fed, device), moved(history.on_path(scores.shape[1]), device)
         prefixes = Prefixes(texts.ids, to_device(lengths, device), fed, on_path)
         return texts.texts(texts.known(texts.room.longest, device), prefixes, history)

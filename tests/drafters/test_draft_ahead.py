@@ -29,6 +29,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "p_min, sampled": {"strategies": ["draft-model:n_max=4:p_min=0.3:n_min=1"], "temperature": 0.9},
     "stops": {**FIXED, "eos_token_id": list(range(0, 128, 9)), "ignore_eos": False},
     "records": {**FIXED, "output_logprobs": True},
+    "processors": {**FIXED, "repetition_penalty": 1.4, "no_repeat_ngram_size": 2, "temperature": 0.9},
 }
 
 
@@ -79,7 +80,7 @@ def test_most_rounds_of_a_row_find_their_draft_made(looks: Counter[bool]) -> Non
         {"strategies": ["prompt-lookup", "draft-model:n_max=3"]},
         {"strategies": ["draft-model"]},
         {"strategies": ["draft-model:tree=2x2"]},
-        {**FIXED, "repetition_penalty": 1.2},
+        {**FIXED, "logits_processor": [lambda ids, scores: scores - 0.1 * ids.shape[1]]},
     ],
 )
 def test_where_somebody_else_has_a_say_nothing_is_made_ahead(options: dict[str, Any], looks: Counter[bool]) -> None:

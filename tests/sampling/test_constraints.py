@@ -17,6 +17,7 @@ from transformers.generation import logits_process as hf
 from specdec import DraftModel, PromptLookup, SpecdecError, SpeculativeDecoder
 from specdec.sampling.constraints import Grammar, PrefixStates
 from specdec.sampling.processors import apply_processors
+from specdec.sampling.texts import KnownTexts
 from tests.helpers.dfa import DFA, RollbackDFA, Table, accepts
 from tests.helpers.laws import small_model
 from tests.helpers.playing import Scripted, check_counts
@@ -119,7 +120,7 @@ def test_masks_follow_every_path_of_a_pass(tree: bool, kind: Any) -> None:
 
         history = random_pass(make, V, seed, tree)
         scores = torch.randn(*history.fed.shape, V, generator=torch.Generator().manual_seed(seed))
-        out = apply_processors(scores.clone(), history)
+        out = apply_processors(scores.clone(), KnownTexts.of(history, scores))
         for b, state in enumerate(states):
             for s in range(history.counts[b]):
                 text = history.prefix(b, s)[state.size :].tolist()

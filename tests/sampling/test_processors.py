@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -77,7 +78,7 @@ def _pass(fields: dict[str, Any], users: Sequence[Any], seed: int, tree: bool) -
 
 
 def apply_processors(scores: torch.Tensor, history: History) -> torch.Tensor:
-    return apply_texts(scores, KnownTexts.of(history, scores.shape[1], V, scores.device))
+    return apply_texts(scores, KnownTexts.of(history, scores))
 
 
 def _scores(history: History, seed: int, broken: bool = False) -> torch.Tensor:
@@ -154,22 +155,28 @@ def test_every_processor_of_a_generation_config_has_a_vectorised_form() -> None:
 
 
 class _NoReads(TorchDispatchMode):
-    """Refuses what makes the host wait for a device."""
+    """Refuses what makes the host wait for a device, or sends something there."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert function.overloadpacket.__name__ not in ("_local_scalar_dense", "nonzero", "equal", "unique", "_unique2")
+        refused = ("_local_scalar_dense", "nonzero", "equal", "unique", "_unique2", "lift_fresh")
+        assert function.overloadpacket.__name__ not in refused
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("name", [n for n in FIELDS if n != "remove_invalid_values"])
-def test_nothing_is_read_from_the_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", FIELDS)
+def test_nothing_is_read_from_the_device_or_sent_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for tree in (False, True):
         history = _pass(FIELDS[name], [], 3, tree)
         scores = _scores(history, 3)
+        texts = KnownTexts.of(history, scores)  # once a call; what follows is recorded
+        assert None not in [stage.signature for stage in texts.stages]
         with monkeypatch.context() as patch, _NoReads():
-            patch.setattr(torch.Tensor, "tolist", None)
-            patch.setattr(torch.Tensor, "cpu", None)
-            apply_processors(scores, history)
+            for name_of in ("tolist", "cpu", "item"):
+                patch.setattr(torch.Tensor, name_of, None)
+            patch.setattr(torch, "from_numpy", None)
+            apply_texts(scores, replace(texts, history=None))
+            with pytest.raises(AssertionError):
+                torch.tensor([1])
             with pytest.raises(AssertionError):
                 one_by_one(scores, _pass({}, [lambda ids, s: s * int(ids[0, -1])], 3, tree))
 

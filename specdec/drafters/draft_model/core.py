@@ -31,8 +31,9 @@ from specdec.drafters.base import (
 from specdec.models.kv_cache import KeptRows, RaggedCache, prefix_groups
 from specdec.models.passes import PassInputs, PassKey
 from specdec.models.runner import Runner, Shapes
-from specdec.models.trees import Tree, TreePass, depths_of, moves, parent_table, path_to
-from specdec.sampling.sampling import History, Purpose, best, race, streams
+from specdec.models.trees import Tree, TreePass, depths_of, moves, parent_table
+from specdec.sampling.sampling import Purpose, best, race, streams
+from specdec.sampling.texts import Drafted, Known
 
 RECORDED_STEPS = (1, 2, 3, 5, 8, 12, 16, 24, 32, 48, 64)
 CATCH_UP = 16  # a longer gap is prefilled; a shorter one is fed by the first draft pass
@@ -78,9 +79,14 @@ class StepsKey(NamedTuple):
 
 @dataclass(frozen=True)
 class StepInputs(Buffers):
-    """table [B, 4 + W]: STARTS ... POSITIONS (of the first drafted token), and tokens to catch up with."""
+    """What draft steps are given.
+
+    table [B, 4 + W]: STARTS ... POSITIONS (of the first drafted token), and tokens to catch up with
+    known: the rows' texts, for processors that read them
+    """
 
     table: Tensor
+    known: Known | None = None
 
     @property
     def numbers(self) -> Tensor:
@@ -113,48 +119,6 @@ class Proposal(Buffers):
         q = None if self.q is None else self.q[row]
         length = None if self.lengths is None else self.lengths[row]
         return Draft(self.tokens[row], None, q, name, length).truncated(limit)
-
-
-class Texts:
-    """The rows' text-reading processors, which are called on the host, and the texts that they read."""
-
-    def __init__(self, batch: int, requests: Sequence[DraftRequest], device: torch.device):
-        self.known: list[Tensor | None] = [None] * batch
-        self.processors: list[Any] = [None] * batch
-        for r in requests:
-            if r.sampling is not None and r.sampling.processors is not None:
-                self.known[r.row] = to_device([*map(int, r.tokens), r.last], device)
-                self.processors[r.row] = r.sampling.processors
-
-    def __bool__(self) -> bool:
-        return any(p is not None for p in self.processors)
-
-    def history(self, drafted: Sequence[Tensor], batch: int) -> History:
-        """Return the prefixes of the next tokens; drafted: tokens [B] so far."""
-        device = next(k.device for k in self.known if k is not None)
-        nothing = torch.empty((batch, 0), dtype=torch.int64, device=device)
-        fed = torch.stack(list(drafted), dim=1) if drafted else nothing
-        known = [None if k is None else torch.cat([k, fed[b]]) for b, k in enumerate(self.known)]
-        return History(known, fed[:, :0], self.processors, [1] * len(known))
-
-    def along_paths(
-        self, tokens: Mapping[int, Tensor], parents: Mapping[int, Sequence[int]], nodes: Mapping[int, Sequence[int]],
-        width: int,
-    ) -> History:  # fmt: skip
-        """Return the prefixes that end at up to `width` nodes of each row's tree, all rows' in one batch [B * width].
-
-        tokens: of the row's tree so far, [n]; nodes: -1 = the newest token
-        """
-        known: list[Tensor | None] = [None] * (len(self.known) * width)
-        processors: list[Any] = [None] * len(known)
-        for row, text in enumerate(self.known):
-            for i, node in enumerate(nodes.get(row, ()) if text is not None else ()):
-                assert text is not None
-                path = tokens[row][to_device(path_to(parents[row], node), text.device)]
-                known[row * width + i] = torch.cat([text, path.clamp(min=0)])
-                processors[row * width + i] = self.processors[row]
-        nothing = torch.zeros((len(known), 0), dtype=torch.int64, device=next(iter(tokens.values())).device)
-        return History(known, nothing, processors, [1] * len(known))
 
 
 class DraftCore:
@@ -309,31 +273,25 @@ class DraftCore:
         newest = to_device([max(c - 1, 0) for c in counts], device)
         return logits[torch.arange(self.batch, device=device), newest]
 
-    def propose(
-        self, requests: Sequence[DraftRequest], k: int, stops: Stops, vocab_size: int,
-        in_target: Sequence[DraftRequest] | None = None,
-    ) -> Proposal:  # fmt: skip
-        """Catch up and draft k tokens for the rows of `requests`; the other rows are padding.
-
-        in_target: the same requests in the target's ids, for processors, if `source` translates
-        """
+    def propose(self, requests: Sequence[DraftRequest], k: int, stops: Stops, vocab_size: int) -> Proposal:
+        """Catch up and draft k tokens for the rows of `requests`; the other rows are padding."""
         sampling = requests[0].sampling
         tokens, starts, counts = self.feed(requests)
         host = np.zeros((self.batch, TOKENS + tokens.shape[1]), dtype=np.int64)
         host[:, STARTS], host[:, COUNTS], host[:, TOKENS:] = starts, counts, tokens
         for r in requests:
-            host[r.row, KEYS] = stream_of(r)
-            host[r.row, POSITIONS] = 1 + (len(r.tokens) if r.position < 0 else r.position)
-        inputs = StepInputs(array_on(host, self.runner.device))
+            host[r.row, KEYS], host[r.row, POSITIONS] = stream_of(r), r.known
         reach = max(s + c for s, c in zip(starts, counts, strict=True)) + k - 1 + self.feeds_last
         key = self.key_of(sampling, tokens.shape[1], reach, k, stops, vocab_size)._replace(feeds_last=self.feeds_last)
-        texts = Texts(self.batch, in_target or requests, self.runner.device)
-        if texts or not recordable(sampling) or self.source is not None:
-            proposal = self.steps(key, sampling, inputs, texts, requests)
-        else:
-            proposal = self.runner.run(
-                self.cache, key, inputs, lambda given: self.steps(key, sampling, given, None, requests)
-            )
+        columns = key.first.kv_len if self.source is None else max(r.known for r in requests) + k
+        known = None if sampling is None else sampling.known(columns, self.runner.device)
+        inputs = StepInputs(array_on(host, self.runner.device), known)
+
+        def function(given: StepInputs) -> Proposal:
+            return self.steps(key, sampling, given, requests)
+
+        recorded = recordable(sampling) and self.source is None
+        proposal = self.runner.run(self.cache, key, inputs, function) if recorded else function(inputs)
         self.passes += proposal.tokens.shape[1]
         self.outstanding.update({r.row: proposal.tokens.shape[1] for r in requests})
         return proposal
@@ -346,28 +304,28 @@ class DraftCore:
         if sampling is None:
             return StepsKey(first, k, False, Purpose.DRAFT, None, *stops, vocab_size)
         purpose = sampling.purpose if sampling.sampled else Purpose.DRAFT
-        return StepsKey(first, k, sampling.sampled, purpose, sampling.sampling.signature, *stops, vocab_size)
+        return StepsKey(first, k, sampling.sampled, purpose, sampling.signature, *stops, vocab_size)
 
     def steps(
-        self, key: StepsKey, sampling: RowSampling | None, inputs: StepInputs, texts: Texts | None,
-        requests: Sequence[DraftRequest],
+        self, key: StepsKey, sampling: RowSampling | None, inputs: StepInputs, requests: Sequence[DraftRequest]
     ) -> Proposal:  # fmt: skip
         """Catch up, then draft `key.steps` tokens: logits -> q -> token -> feed.
 
-        texts, requests: the host's; they are looked at only where nothing is recorded
+        requests: the host's; they are looked at only where nothing is recorded
         """
         numbers, runner = inputs.numbers, self.runner
         length, rows = numbers[STARTS] + numbers[COUNTS], torch.arange(self.batch, device=runner.device)
         first = self.forward(key.first, PassInputs(inputs.tokens, numbers[:KEYS]))
         logits = first[rows, (numbers[COUNTS] - 1).clamp(min=0)]  # [B, V_draft]
+        texts = None if sampling is None else sampling.drafted(inputs.known, numbers[POSITIONS], requests)
         tokens: list[Tensor] = []
         q: list[Tensor] = []
         keeps: list[Tensor] = []
         for i in range(key.steps):
             logits = self._in_target(logits, key.vocab_size)
-            history = texts.history(tokens, self.batch) if texts else None
-            token, sound, q_i = self._choose(key, sampling, logits, history, numbers, i)
+            token, sound, q_i = self._choose(key, sampling, logits, texts, numbers, i)
             tokens.append(token)
+            texts = None if texts is None else texts.after(token)
             q += [q_i] if q_i is not None else []
             if key.p_min:
                 # A broken draft proposes nothing; without p_min it proposes what will be rejected.
@@ -392,14 +350,14 @@ class DraftCore:
         return token if self.source is None else self.source[token].clamp(min=0)
 
     def _choose(
-        self, key: StepsKey, sampling: RowSampling | None, logits: Tensor, history: History | None, numbers: Tensor,
+        self, key: StepsKey, sampling: RowSampling | None, logits: Tensor, texts: Drafted | None, numbers: Tensor,
         i: int,
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
         """Choose the i-th token from logits [B, V]; returns (token [B], True where logits are sound, q if sampled)."""
-        if history is None and (sampling is None or sampling.sampling.greedy):
+        if texts is None and (sampling is None or sampling.sampling.greedy):
             return *self.runner.part(best)(logits), None
         assert sampling is not None
-        scores = sampling.sampling.scores(logits[:, None], history)[:, 0]
+        scores = sampling.sampling.scores(logits[:, None], None if texts is None else texts.read())[:, 0]
         sound = scores.amax(dim=-1).isfinite()
         if not key.sampled:
             return scores.argmax(dim=-1), sound, None
@@ -477,7 +435,7 @@ class DraftCore:
 
 def recordable(sampling: RowSampling | None) -> bool:
     """True if draft steps can be named by what they compute."""
-    return sampling is None or sampling.sampling.signature is not None
+    return sampling is None or sampling.signature is not None
 
 
 def stream_of(request: DraftRequest) -> int:

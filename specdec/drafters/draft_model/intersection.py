@@ -72,9 +72,8 @@ class IntersectingDrafter(Drafter):
         if not work:
             return empty_like(requests)
         stops = Stops(self.settings.p_min, self.settings.n_min, self.settings.top_n)
-        outer = [r for r, n in zip(requests, limits, strict=True) if n > 0]
         k = max(n for _, n in work)
-        proposal = self.core.propose([r for r, _ in work], k, stops, self.context.vocab_size, outer)
+        proposal = self.core.propose([r for r, _ in work], k, stops, self.context.vocab_size)
         drafts = {r.row: proposal.draft(r.row, n, self.name) for r, n in work}
         return [drafts.get(r.row, Draft()) for r in requests]
 

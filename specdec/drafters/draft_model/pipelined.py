@@ -23,6 +23,7 @@ from specdec.device.buffers import Buffers
 from specdec.device.transfer import array_on
 from specdec.drafters.base import DraftRequest
 from specdec.drafters.draft_model.core import DraftCore, Proposal, StepInputs, StepsKey, Stops, recordable, stream_of
+from specdec.sampling.texts import Known
 
 # Columns of `AheadInputs.table`: ids of a row whose draft is being verified, the key of its random numbers, tokens of
 # that draft.
@@ -46,12 +47,19 @@ class AheadInputs(Buffers):
     table [B, 3]: SIZE ... DRAFTED; DRAFTED 0: a row without a draft
     draft [B, k]: the tokens that are being verified
     accepted [B], token [B]: the verdict: how many of them are accepted, and the token after them
+    known: the rows' texts before the verdict, for processors that read them
     """
 
     table: Tensor
     draft: Tensor
     accepted: Tensor
     token: Tensor
+    known: Known | None = None
+
+    def text(self) -> Known | None:
+        """Return the rows' texts after the verdict; a row has fewer ids than are written if not all are accepted."""
+        newer = F.pad(self.draft, (0, 1)).scatter(1, self.accepted[:, None], self.token[:, None])
+        return None if self.known is None else self.known.grown(newer, self.table[:, SIZE])
 
 
 @dataclass(frozen=True)
@@ -71,8 +79,7 @@ def possible(core: DraftCore, requests: Sequence[DraftRequest], k: int) -> bool:
     """True if drafts of k tokens can follow those that are being verified, whatever is accepted."""
     drafted = [core.outstanding.get(r.row, 0) for r in requests]
     room = all(d and core.room(r, k + d + 1) == k + d + 1 for r, d in zip(requests, drafted, strict=True))
-    texts = any(r.sampling is not None and r.sampling.processors is not None for r in requests)
-    return room and not texts and recordable(requests[0].sampling)
+    return room and recordable(requests[0].sampling)
 
 
 def go_ahead(
@@ -87,13 +94,14 @@ def go_ahead(
     sampling, host = requests[0].sampling, np.zeros((core.batch, 3), dtype=np.int64)
     for r in requests:
         host[r.row] = len(r.tokens) + 1, stream_of(r), core.outstanding[r.row]
-    inputs = AheadInputs(array_on(host, core.runner.device), judged, accepted, token)
     reach = int((host[:, SIZE] + host[:, DRAFTED]).max()) + k
     steps = core.key_of(sampling, core.shapes.width(2), reach, k, stops, vocab_size)
+    known = None if sampling is None else sampling.known(steps.first.kv_len, core.runner.device)
+    inputs = AheadInputs(array_on(host, core.runner.device), judged, accepted, token, known)
 
     def function(given: AheadInputs) -> Proposal:
         table = core.runner.part(_caught_up)(given.table, given.draft, given.accepted, given.token, steps.first.width)
-        return core.steps(steps, sampling, StepInputs(table), None, requests)
+        return core.steps(steps, sampling, StepInputs(table, given.text()), requests)
 
     proposal = core.runner.run(core.cache, AheadKey(steps), inputs, function)
     core.passes += k

@@ -24,14 +24,14 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from specdec.device.transfer import to_device
 from specdec.drafters.base import Draft, DraftRequest, pad_vocabulary, proposal_distribution
 from specdec.drafters.best_tree import Frontier, Levels, TreeSize, grow
-from specdec.drafters.draft_model.core import Texts
 from specdec.drafters.siblings import LEAST, best_children, node_streams, sampled_children
 from specdec.drafters.tree_plan import plan_parents
-from specdec.models.trees import MISSING, depths_of
+from specdec.models.trees import MISSING, depths_of, path_to
 
 if TYPE_CHECKING:
     from specdec.drafters.draft_model.strategy import DraftModel
@@ -62,7 +62,10 @@ class Growth:
                 keys[r.row], self.purpose = r.sampling.streams(r.noise)
         self.keys, self.positions = to_device([keys, positions], self.core.runner.device)
         self.missing = torch.zeros((self.core.batch, 1), dtype=torch.bool, device=self.keys.device)  # the frontier's
-        self.texts = Texts(self.core.batch, requests, self.keys.device)
+        self.texts = None
+        if self.sampling is not None:
+            known = self.sampling.known(max(r.known for r in requests), self.keys.device)
+            self.texts = self.sampling.drafted(known, self.positions, requests)
 
     def grow(self) -> dict[int, Draft]:
         """Grow the trees; returns drafts by row."""
@@ -166,11 +169,12 @@ class Growth:
     def _scores(self, logits: Tensor) -> Tensor:
         """Compute processed scores [B, F, V]; processors see each node's own path."""
         assert self.sampling is not None
-        history = None
-        if self.texts:
-            tokens = {row: torch.cat([self.keys[:0], *levels]) for row, levels in self.tokens.items()}
-            history = self.texts.along_paths(tokens, self.parents, self.frontier, logits.shape[1])
-        return self.sampling.sampling.scores(logits.flatten(0, 1)[:, None], history).reshape(logits.shape)
+        texts = None
+        if self.texts is not None:
+            levels = [torch.cat([self.keys[:0], *self.tokens.get(row, [])]) for row in range(self.core.batch)]
+            paths = {row: [path_to(self.parents[row], n) for n in nodes] for row, nodes in self.frontier.items()}
+            texts = self.texts.read_tree(pad_sequence(levels, batch_first=True), paths, logits.shape[1])
+        return self.sampling.sampling.scores(logits, texts)
 
     # -- the next level ------------------------------------------------------------------------------------------
 

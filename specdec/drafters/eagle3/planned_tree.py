@@ -11,24 +11,26 @@ a look at any value, so a round's trees are recorded as one function.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from specdec.device.buffers import Buffers
-from specdec.device.transfer import to_device
+from specdec.device.transfer import array_on, to_device
 from specdec.drafters.base import RowSampling, proposal_distribution
-from specdec.drafters.draft_model.core import Texts
 from specdec.drafters.eagle3.dynamic_tree import TreePasses
 from specdec.drafters.eagle3.rows import HeadInputs
 from specdec.drafters.siblings import best_children, node_streams, sampled_children
 from specdec.drafters.tree_plan import plan_levels
-from specdec.models.trees import MISSING, Parents
+from specdec.models.trees import MISSING, Parents, path_to
+from specdec.sampling.processors import Texts
+from specdec.sampling.texts import Drafted
 
 
 class PlanKey(NamedTuple):
@@ -87,13 +89,26 @@ class PlanShape:
         parts = [table[end - size : end] for size, end in zip(sizes, ends, strict=True)]
         return [tuple(parts[i : i + 4]) for i in range(0, len(parts), 4)]
 
+    def paths(self, level: int) -> list[list[int]]:
+        """The nodes on the way to each node of a level that gets children, itself included."""
+        return [path_to(self.parents, node) for node in self.levels[level][0]]
+
+    def on_path(self, device: torch.device) -> Tensor:
+        """True where a node is on the way to another, itself included, or to the newest token: bool [1 + N, N]."""
+        found = np.zeros((1 + len(self.parents), len(self.parents)), dtype=bool)
+        for node in range(len(self.parents)):
+            found[1 + node, path_to(self.parents, node)] = True
+        return array_on(found, device)
+
 
 @dataclass(frozen=True)
 class PlanInputs(Buffers):
-    """What a round's recorded function reads: the rows' new entries, and the shape's table."""
+    """What a round's recorded function reads: the rows' new entries, the shape's table, and for processors that read
+    texts the shape's paths."""
 
     rows: HeadInputs
     table: Tensor
+    on_path: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -107,10 +122,10 @@ class PlannedTrees(Buffers):
 class Planned:
     """Grows the trees of a round.
 
-    texts: the rows' text-reading processors, which only an eager function may call; None: there are none
+    texts: for processors that read them; None: there are none
     """
 
-    def __init__(self, shape: PlanShape, key: PlanKey, sampling: RowSampling | None, texts: Texts | None):
+    def __init__(self, shape: PlanShape, key: PlanKey, sampling: RowSampling | None, texts: Drafted | None):
         self.shape, self.key, self.sampling, self.texts = shape, key, sampling, texts
 
     def grow(self, given: PlanInputs, logits: Tensor, passes: TreePasses) -> PlannedTrees:
@@ -125,7 +140,8 @@ class Planned:
                 missing = fed == MISSING
                 logits = passes.feed(level, fed.clamp(min=0), origin.expand(batch, -1))
             wide = head.over_target(logits, self.key.vocab_size, float("-inf"))
-            scores = self._scores(wide, tokens, level)
+            read = self._read(given, nodes, tokens, level)
+            scores = wide.float() if self.sampling is None else self.sampling.sampling.scores(wide, read)
             most = self.shape.levels[level][-1]
             if self.key.proposal is None:
                 tokens.append(best_children(scores, most, missing).flatten(1)[:, picks])
@@ -140,16 +156,11 @@ class Planned:
             q.append(new_q.flatten(1, 2)[:, picks])
         return PlannedTrees(torch.cat(tokens, dim=1), torch.cat(q, dim=1) if q else None)
 
-    def _scores(self, logits: Tensor, tokens: Sequence[Tensor], level: int) -> Tensor:
-        """Compute processed scores [B, F, V]; processors see each node's own path."""
-        if self.sampling is None:
-            return logits.float()
-        history = None
-        if self.texts:
-            rows = range(len(logits))
-            drafted = torch.cat([logits.new_zeros((len(logits), 0), dtype=torch.int64), *tokens], dim=1)
-            same: Mapping[int, Any] = dict.fromkeys(rows, self.shape.levels[level][0])
-            parents = dict.fromkeys(rows, self.shape.parents)
-            history = self.texts.along_paths(dict(enumerate(drafted)), parents, same, logits.shape[1])
-        flat = self.sampling.sampling.scores(logits.flatten(0, 1)[:, None], history)
-        return flat.reshape(logits.shape)
+    def _read(self, given: PlanInputs, nodes: Tensor, tokens: Sequence[Tensor], level: int) -> Texts | None:
+        """Return what processors read at the nodes of a level: each its own path."""
+        if self.texts is None or given.on_path is None:
+            return None
+        drafted = torch.cat([given.rows.tokens[:, :0], *tokens], dim=1)
+        on_path = given.on_path[nodes + 1, : drafted.shape[1]].expand(len(drafted), -1, -1)
+        paths = dict.fromkeys(range(len(drafted)), self.shape.paths(level)) if self.texts.texts.on_host else {}
+        return self.texts.read_tree(drafted, paths, len(nodes), on_path)

@@ -29,6 +29,7 @@ from specdec.models.attention import RAGGED, MaskBuilder
 from specdec.models.kv_cache import RaggedCache, common_prefix
 from specdec.models.runner import PassOutput, Shapes
 from specdec.models.trees import moves
+from specdec.sampling.texts import Known
 
 CATCH_UP = 16  # a longer gap is fed by itself; a shorter one in the pass whose logits are wanted
 
@@ -42,6 +43,7 @@ class HeadInputs(Buffers):
     starts, counts [B]: the first of these entries, and how many are real; 0 = the row takes no part
     keys [B]: of the rows' random numbers
     positions [B]: sequence position of the first drafted token
+    known: the rows' texts, for processors that read them
     """
 
     tokens: Tensor
@@ -50,6 +52,7 @@ class HeadInputs(Buffers):
     counts: Tensor
     keys: Tensor
     positions: Tensor
+    known: Known | None = None
 
 
 class HeadRows:

@@ -38,7 +38,7 @@ from specdec.drafters.base import (
     proposal_distribution,
 )
 from specdec.drafters.best_tree import Tree, TreeSize, grow
-from specdec.drafters.draft_model.core import Proposal, Texts, recordable
+from specdec.drafters.draft_model.core import Proposal, recordable
 from specdec.drafters.eagle3.dynamic_tree import TreePasses
 from specdec.drafters.eagle3.formats import check_fit, load_head
 from specdec.drafters.eagle3.head import EagleHead
@@ -260,12 +260,19 @@ class Eagle3(Drafter):
         target = self._context.target
         return function(inputs) if target is None else target.run(rows.cache, key, inputs, function)
 
+    def _inputs(self, rows: HeadRows, requests: Sequence[DraftRequest], drafted: int) -> HeadInputs:
+        """What the head and processors read; drafted: tokens that come to the known ones."""
+        inputs, sampling = rows.plan(requests), requests[0].sampling
+        if sampling is None:
+            return inputs
+        longest = rows.shapes.kv_len(max(r.known for r in requests) + drafted, rows.cache.capacity)
+        return replace(inputs, known=sampling.known(longest, rows.device))
+
     def _chains(self, rows: HeadRows, requests: Sequence[DraftRequest]) -> dict[int, Draft]:
         """Chains by row; the rows without a request ride along as padding."""
         sampling = requests[0].sampling
         steps = self.n_max if rows.cache.graphs is not None else max(r.limit(self.n_max) for r in requests)
-        inputs, kv_len = rows.plan(requests), rows.kv_len(requests, steps)
-        texts = Texts(rows.batch, requests, rows.device)
+        inputs, kv_len = self._inputs(rows, requests, steps), rows.kv_len(requests, steps)
         sampled = sampling is not None and sampling.sampled
         key = ChainKey(
             width=inputs.tokens.shape[1],
@@ -273,21 +280,24 @@ class Eagle3(Drafter):
             steps=steps,
             sampled=sampled,
             purpose=sampling.purpose if sampled and sampling is not None else Purpose.DRAFT,
-            scores=None if sampling is None else sampling.sampling.signature,
+            scores=None if sampling is None else sampling.signature,
             vocab_size=self._context.vocab_size,
         )
         rows.passes += rows.passes_of(steps)
-        if texts or not recordable(sampling):
-            proposal = self._chain(rows, key, sampling, inputs, texts)
-        else:
-            proposal = self._run(rows, key, inputs, lambda given: self._chain(rows, key, sampling, given, None))
+
+        def function(given: HeadInputs) -> Proposal:
+            return self._chain(rows, key, sampling, given, requests)
+
+        proposal = self._run(rows, key, inputs, function) if recordable(sampling) else function(inputs)
         return {r.row: proposal.draft(r.row, r.limit(self.n_max), self.name) for r in requests}
 
     def _chain(
-        self, rows: HeadRows, key: ChainKey, sampling: RowSampling | None, inputs: HeadInputs, texts: Texts | None
+        self, rows: HeadRows, key: ChainKey, sampling: RowSampling | None, inputs: HeadInputs,
+        requests: Sequence[DraftRequest],
     ) -> Proposal:  # fmt: skip
-        """Draft `key.steps` tokens, from tensors alone unless `texts` are given."""
+        """Draft `key.steps` tokens; requests are looked at only where nothing is recorded."""
         logits, features, held = rows.first(inputs, key.kv_len)
+        texts = None if sampling is None else sampling.drafted(inputs.known, inputs.positions, requests)
         tokens: list[Tensor] = []
         qs: list[Tensor] = []
         for i in range(key.steps):
@@ -295,13 +305,13 @@ class Eagle3(Drafter):
             if sampling is None or (sampling.sampling.greedy and not texts):
                 token = best(wide)[0]
             else:
-                history = texts.history(tokens, rows.batch) if texts else None
-                scores = sampling.sampling.scores(wide[:, None], history)[:, 0]
+                scores = sampling.sampling.scores(wide[:, None], None if texts is None else texts.read())[:, 0]
                 token = scores.argmax(-1)
                 if key.sampled:
                     qs.append(proposal_distribution(scores))
                     token = race(qs[-1], streams(inputs.keys, inputs.positions + i, key.purpose))
             tokens.append(token)
+            texts = None if texts is None else texts.after(token)
             if i + 1 < key.steps:
                 slots = torch.where(held > 0, held + i, rows.cache.capacity)
                 logits, features = rows.step(token, features, slots, key.kv_len)
@@ -330,27 +340,27 @@ class Eagle3(Drafter):
         if rows.cache.graphs is None:
             parents = upper_levels(parents, max(r.limit(len(parents)) for r in requests))
         shape = PlanShape.of(parents)
-        inputs, kv_len = rows.plan(requests), rows.kv_len(requests, sum(shape.widths))
-        texts = Texts(rows.batch, requests, rows.device)
+        inputs, kv_len = self._inputs(rows, requests, 0), rows.kv_len(requests, sum(shape.widths))
         key = PlanKey(
             width=inputs.tokens.shape[1],
             kv_len=kv_len,
             parents=shape.parents,
             proposal=sampling.proposal if sampling is not None and sampling.sampled else None,
-            scores=None if sampling is None else sampling.sampling.signature,
+            scores=None if sampling is None else sampling.signature,
             vocab_size=self._context.vocab_size,
         )
 
-        def grown(given: PlanInputs, texts: Texts | None = None) -> PlannedTrees:
+        def grown(given: PlanInputs) -> PlannedTrees:
             logits, features, held = rows.first(given.rows, kv_len)
             passes = TreePasses(self._head, rows.masks, rows.cache, shape.widths, kv_len)
             passes.start(features, held)
+            texts = None if sampling is None else sampling.drafted(given.rows.known, given.rows.positions, requests)
             return Planned(shape, key, sampling, texts).grow(given, logits, passes)
 
         rows.passes += len(shape.levels)
-        given = PlanInputs(inputs, shape.table(rows.device))
-        eager = bool(texts) or not recordable(sampling)
-        trees = grown(given, texts) if eager else self._run(rows, key, given, grown)
+        on_path = None if inputs.known is None else shape.on_path(rows.device)
+        given = PlanInputs(inputs, shape.table(rows.device), on_path)
+        trees = self._run(rows, key, given, grown) if recordable(sampling) else grown(given)
         drafts = {}
         for r in requests:
             q = None if trees.q is None else trees.q[r.row]
