@@ -51,8 +51,8 @@ FAULTS = (
         "            if self.finish_reason is not None and n + 1 == len(tokens):\n", (REFERENCE,),
     ),
     Fault(
-        "processors not on the accepted prefix", "decoding/engine.py", "to_device(emitted, self.runner.device)",
-        "to_device(emitted[-1:], self.runner.device)",
+        "processors not on the accepted prefix", "decoding/engine.py", "taken[slot] = start + 1, emitted",
+        "taken[slot] = start + 1, emitted[-1:]",
         ("tests/sampling/test_processors.py", "tests/decoding/test_processor_rows.py"),
     ),
     Fault(

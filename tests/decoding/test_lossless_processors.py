@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from specdec import SpeculativeDecoder
+from specdec.decoding import verification
 from specdec.decoding.result import Generation
 from specdec.drafters import DraftModel, PromptLookup
 from specdec.drafters.base import Draft, DraftRequest
@@ -123,12 +124,20 @@ def test_the_laws_of_the_cases_are_told_apart_from_the_plain_one(name: str) -> N
 def test_penalties_that_count_unaccepted_draft_tokens_are_rejected(
     name: str, monkeypatch: pytest.MonkeyPatch, record_property: Any
 ) -> None:
-    def everything_fed(self: Prefixes) -> torch.Tensor:
-        columns = torch.arange(self.fed.shape[1])
-        counts = torch.tensor(self.history.counts)
-        return (columns < counts[:, None])[:, None].expand(-1, self.columns, -1)
+    def everything_fed(ids: torch.Tensor, lengths: torch.Tensor, fed: torch.Tensor, on_path: torch.Tensor) -> Prefixes:
+        real = torch.arange(fed.shape[1]) < torch.tensor(counts[-1])[:, None]
+        return Prefixes(ids, lengths, fed, real[:, None].expand_as(on_path))
 
-    monkeypatch.setattr(Prefixes, "on_path", property(everything_fed))
+    counts: list[list[int]] = []
+    planned = verification.Verifier.plan
+
+    def plan(self: verification.Verifier, active: Any) -> verification.PassPlan:
+        made = planned(self, active)
+        counts.append(made.counts)
+        return made
+
+    monkeypatch.setattr(verification.Verifier, "plan", plan)
+    monkeypatch.setattr(verification, "Prefixes", everything_fed)
     result = _fit(CASES[name], CONTROL_SAMPLES, broken=True)
     record_property("fit", str(result))
     assert not result.holds, str(result)

@@ -166,9 +166,9 @@ class SharedCore(DraftCore):
         self.states.append(self.runner.gaps[0].seen[:, :1])
         return logits
 
-    def steps(self, key: StepsKey, sampling: Any, inputs: StepInputs, texts: Any, requests: Any) -> Proposal:
+    def steps(self, key: StepsKey, sampling: Any, inputs: StepInputs, requests: Any) -> Proposal:
         self.states: list[Tensor] = []
-        made = super().steps(key, sampling, inputs, texts, requests)
+        made = super().steps(key, sampling, inputs, requests)
         if not key.feeds_last:
             return made
         length, k = inputs.numbers[STARTS] + inputs.numbers[COUNTS], made.tokens.shape[1]
