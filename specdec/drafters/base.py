@@ -304,6 +304,15 @@ class Drafter:
         return True
 
     @property
+    def step_share(self) -> float:
+        """Part of a plain target pass that a draft step takes, if it runs a model other than the draft model."""
+        return 0.1
+
+    def steps(self, k: int) -> int:
+        """Return the passes that are run to draft k tokens."""
+        return k
+
+    @property
     def automatic(self) -> bool:
         """True if the user left the draft length open: the call chooses it."""
         return False

@@ -33,7 +33,7 @@ COSTS = CostTable((((1.0, 1.5, 1.7),),), (((0.05, 0.1, 0.15),),), widths=(1, 2, 
 @pytest.fixture(autouse=True)
 def _bold(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Three tokens are worth no budget; and passes of a tiny model are faster on one thread."""
-    monkeypatch.setattr(length, "_FIRST_BUDGET", 10.0)
+    monkeypatch.setattr(length, "_MAY_LOSE", 10.0)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

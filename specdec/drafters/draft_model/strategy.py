@@ -141,6 +141,9 @@ class DraftModel(Drafter):
     _proposal: Proposal | None = field(init=False, repr=False, compare=False, default=None)  # this round's
     _ahead: Ahead | None = field(init=False, repr=False, compare=False, default=None)  # the next round's
 
+    def steps(self, k: int) -> int:
+        return self._core.recorded_steps(k, self.n_max or k)
+
     def begin(self, row: int, prompt: Tokens) -> None:
         self._core.begin(row, prompt)
 

@@ -120,6 +120,14 @@ class EarlyExit(Drafter):
         made._vocab_size = context.vocab_size
         return made
 
+    @property
+    def step_share(self) -> float:
+        layers = self._core.runner.layer_count
+        return (layers - len(self._core.runner.skip)) / layers
+
+    def steps(self, k: int) -> int:
+        return self._core.recorded_steps(k, self.n_max)
+
     def begin(self, row: int, prompt: Tokens) -> None:
         self._core.begin(row, prompt)
 
