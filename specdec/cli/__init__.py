@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from specdec.errors import SpecdecError
+from specdec.errors import SpecdecError, unknown_name
 from specdec.files.own_code import search_folder
 from specdec.version import __version__
 
@@ -51,6 +51,8 @@ class Verbs(TyperGroup):
         return TyperCommand(cmd_name, help=VERBS[cmd_name]) if cmd_name in VERBS else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] not in VERBS and not args[0].startswith("-"):
+            raise unknown_name("command", args[0], VERBS)
         name, _, rest = super().resolve_command(ctx, args)
         command = load_verb(str(name))
         ctx.with_resource(importlib.import_module("specdec.cli.output").quiet())

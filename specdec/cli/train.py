@@ -79,7 +79,8 @@ def _train(kind: str, file: Path, options: dict[str, Any], part: str | None, as_
     config = load_training(file, kind, **{name: value for name, value in options.items() if value is not None})
     check_writable(config.folder, "the run's folder", folder=True)
     parsed = None if part is None else parse_part(part)
-    with output.progress("loading") as advance:
+    kept = f"the last checkpoint is in {config.folder}; the same command goes on from there"
+    with output.on_interrupt(lambda: kept), output.progress("loading") as advance:
         log = run_training(config, kind, advance, parsed)
     result = str(config.folder / RESULT[kind])
     if as_json:

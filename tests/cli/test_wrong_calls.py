@@ -16,6 +16,7 @@ PAIR = "--target demo-target --draft demo-draft --prompt a"
 # A call -> a word of its line. BAD, ABLATION, TABLE and FOLDER stand for files that `files` makes.
 CALLS = {
     "nonsense": "nonsense",
+    "generat": "did you mean 'generate'?",
     "--no-such": "--no-such",
     "generate": "no target",
     "generate --target demo-target": "no prompt",

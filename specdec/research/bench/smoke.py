@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from specdec.demo_models import target_path
-from specdec.errors import SpecdecError
+from specdec.errors import SpecdecError, unknown_name
 from specdec.research.bench import figures
 from specdec.research.bench.config import Scenario
 from specdec.research.bench.contenders import make_contender
@@ -114,7 +114,7 @@ def run_smoke(
     names = list(suites)
     for name in names:
         if name not in SUITES:
-            raise SpecdecError(f"unknown suite {name!r}; known: {', '.join(SUITES)}")
+            raise unknown_name("suite", name, SUITES)
     results: dict[str, Any] = {}
     document = {"benchmark": "smoke", "quick": quick, **origin(), "suites": results}
     for name in names:
