@@ -190,6 +190,8 @@ class AcceptanceRule:
     recordable: the functions are tensor operations on the block alone, so they may be recorded once and replayed for
         other blocks (not so for a rule with a state, a generator or a branch on values)
     same_text: for one seed the text is plain decoding's, because each emitted token is the target's own sample there
+    distance(block, verdict) -> [B, E]: of a lossy rule, the total variation between the distribution that each emitted
+        token (`verdict.emitted`) was taken from, given the text before it, and the target's
     """
 
     name: str
@@ -200,10 +202,11 @@ class AcceptanceRule:
     pick_child: Callable[[Block, Tensor], Tensor] | None = None
     recordable: bool = False
     same_text: bool = False
+    distance: Callable[[Block, Verdict], Tensor] | None = None
 
     def __init__(
         self, name: str, proposal: str, accepts: Any = None, next_token: Any = None, lossy: bool = False,
-        pick_child: Any = None, recordable: bool = False, same_text: bool = False,
+        pick_child: Any = None, recordable: bool = False, same_text: bool = False, distance: Any = None,
         *, stands: Any = None, follow: Any = None, descend: Any = None,
     ):  # fmt: skip
         # The last three are what these functions were called until version 0.1.
@@ -213,7 +216,8 @@ class AcceptanceRule:
         if functions["accepts"] is None or functions["next_token"] is None:
             raise SpecdecError(f"acceptance rule {name!r}: give accepts(block) and next_token(block, column)")
         flags = {"lossy": lossy, "recordable": recordable, "same_text": same_text}
-        for field, value in {"name": name, "proposal": proposal, **functions, **flags}.items():
+        own = {"name": name, "proposal": proposal, "distance": distance or (is_not_own if lossy else None)}
+        for field, value in {**own, **functions, **flags}.items():
             object.__setattr__(self, field, value)
 
     @property
@@ -327,6 +331,12 @@ def is_own(block: Block) -> Tensor:
 def own_token(block: Block, column: Tensor) -> Tensor:
     """Return the target's own token at one column per row, [B]."""
     return pick(block.own, column)
+
+
+def is_not_own(block: Block, verdict: Verdict) -> Tensor:
+    """1 where the emitted token is not the target's own sample, [B, E]: on average at least the total variation."""
+    tokens, columns = verdict.emitted(block.draft)
+    return (tokens != block.own.gather(1, columns)).float()
 
 
 def pick_own_child(block: Block, column: Tensor) -> Tensor:

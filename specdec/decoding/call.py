@@ -244,6 +244,7 @@ class Call:
             top_logprobs=[row.top_logprobs for row in rows] if wanted and wanted is not True else None,
             origins=[row.origins for row in rows],
             lossy=self.rule.lossy,
+            distances=[row.distances for row in rows] if self.rule.lossy else None,
         )
 
     def _provenance(self) -> dict[str, Any]:

@@ -138,7 +138,7 @@ class Engine:
             if row.note(verdict, result.parents_of(slot, draft), result.draft[slot]):
                 self.chain.settle(slot, row.drafted)
             emitted = self._take(row, verdict)
-            result.keep_logprobs(slot, row, len(emitted))
+            result.note_tokens(slot, row, len(emitted))
             taken[slot] = start + 1, emitted
             if verdict.status == "continues" and row.finish_reason is None:
                 row.pending = draft.rest(len(verdict.path), verdict.total)

@@ -1,11 +1,15 @@
 """Acceptance rules that give up the target's distribution for longer accepted drafts, as papers compare with.
 
-Each is made by a function with parameters, so that a name says all of it: "typical:eps=0.09:delta=0.3". A drafted token
-that is likely enough is accepted, wherever it came from; after a rejection the target's own token follows, as plain
-decoding would have it. Results made with them are marked (`lossy`), and their texts are not plain decoding's.
+Each is made by a function with parameters, so that a name says all of it: "typical:eps=0.09:delta=0.3". Results made
+with them are marked (`lossy`), their texts are not plain decoding's, and `Generation.distances` says how far the
+distribution of each token was from the target's.
 
-All judge chains and trees, need no q, and look at the processed distribution p at each position. In greedy decoding p
-is the softmax, at temperature 1, of the scores whose argmax is taken.
+`typical`, `top` and `near` accept a drafted token that is likely enough, wherever it came from; after a rejection the
+target's own token follows, as plain decoding would have it. They judge chains and trees, need no q, and look at the
+processed distribution p at each position. In greedy decoding p is the softmax, at temperature 1, of the scores whose
+argmax is taken.
+
+`cascade` trusts the draft at some positions: there the token comes from q, elsewhere `leviathan` keeps it p's.
 """
 
 from __future__ import annotations
@@ -15,7 +19,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from specdec.decoding.acceptance import AcceptanceRule, Block, own_token, pick, register_rule
+from specdec.decoding.acceptance import (
+    AcceptanceRule,
+    Block,
+    Verdict,
+    is_own,
+    own_token,
+    passes_ratio,
+    pick,
+    register_rule,
+    residual_token,
+)
 from specdec.errors import SpecdecError
 
 Likely = Callable[[Block, Tensor, Tensor], Tensor]  # (block, p [..., V], tokens [...]) -> bool [...]
@@ -37,7 +51,18 @@ def lossy_rule(name: str, likely: Likely) -> AcceptanceRule:
         best = torch.where(good, p.gather(1, block.draft), -1.0).argmax(dim=-1)
         return torch.where(good.any(dim=-1), best + 1, 0)
 
-    return AcceptanceRule(name, "argmax", accepts, own_token, lossy=True, pick_child=pick_child, recordable=True)
+    def distance(block: Block, verdict: Verdict) -> Tensor:
+        """An accepted token was certain; a likely enough one that was not drafted, and any other, is p's."""
+        tokens, columns = verdict.emitted(block.draft)
+        p = block.p[torch.arange(len(tokens), device=tokens.device)[:, None], columns]  # [B, E, V]
+        drafted = torch.arange(tokens.shape[1], device=tokens.device) < verdict.accepted[:, None]
+        greedy = (tokens != block.own.gather(1, columns)).float()
+        certain = greedy if block.sampling.greedy else 1 - _probability(p, tokens)
+        return torch.where(drafted & likely(block, p, tokens), certain, 0.0)
+
+    return AcceptanceRule(
+        name, "argmax", accepts, own_token, lossy=True, pick_child=pick_child, recordable=True, distance=distance
+    )
 
 
 def _probability(p: Tensor, tokens: Tensor) -> Tensor:
@@ -77,6 +102,34 @@ def near(delta: float = 0.1) -> AcceptanceRule:
         return _probability(p, tokens) >= p.amax(dim=-1) - delta
 
     return lossy_rule("near", likely)
+
+
+@register_rule
+def cascade(alpha: float = 0.5) -> AcceptanceRule:
+    """Speculative cascade (Narasimhan et al. 2025, its rule OPT): where max q >= max p - alpha * TV(p, q) the token is
+    q's, elsewhere p's. A larger alpha trusts the draft more. Chains with a q; greedy decoding stays the target's."""
+    _check("cascade", alpha=alpha)
+
+    def trusts(block: Block) -> Tensor:
+        """Positions [B, S] at which the drafted token is taken as it is."""
+        assert block.q is not None
+        assert block.has_q is not None
+        apart = (block.p - block.q).clamp(min=0).sum(dim=-1)
+        trusted = block.q.amax(dim=-1) >= block.p.amax(dim=-1) - alpha * apart
+        return trusted & block.tested & block.has_q[:, None]
+
+    def accepts(block: Block) -> Tensor:
+        if block.q is None or block.sampling.greedy:
+            return is_own(block)
+        return trusts(block) | passes_ratio(block)
+
+    def distance(block: Block, verdict: Verdict) -> Tensor:
+        columns = verdict.emitted(block.draft)[1]
+        if block.q is None or block.sampling.greedy:
+            return torch.zeros_like(columns, dtype=block.scores.dtype)
+        return torch.where(trusts(block), (block.p - block.q).clamp(min=0).sum(dim=-1), 0.0).gather(1, columns)
+
+    return AcceptanceRule("cascade", "sample", accepts, residual_token, lossy=True, recordable=True, distance=distance)
 
 
 def _check(rule: str, **values: float) -> None:

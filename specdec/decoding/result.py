@@ -92,6 +92,8 @@ class Generation:
         None unless asked for (`output_logprobs=5`), fewer where fewer are possible
     origins: the strategy that proposed each emitted id, None for the target's own
     lossy: True if the acceptance rule changes the target's distribution
+    distances: under a lossy rule, for each emitted id the total variation between the distribution that it was taken
+        from, given the text before it, and the target's (an upper bound on average, where the rule does not know it)
     """
 
     token_ids: list[list[int]]
@@ -104,6 +106,7 @@ class Generation:
     top_logprobs: list[list[list[tuple[int, float]]]] | None = None
     origins: list[list[str | None]] = field(default_factory=list)
     lossy: bool = False
+    distances: list[list[float]] | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -88,6 +88,7 @@ class Row:
     records: list[RoundRecord] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    distances: list[float] = field(default_factory=list)
     origins: list[str | None] = field(default_factory=list)
     processors: Any = None
     sampling: RowSampling | None = None  # how its tokens are sampled, as drafters are told

@@ -57,6 +57,7 @@ class VerifyResult:
     path, parents: the accepted nodes and the trees' parents; None without trees
     logprobs: log-probability of each emitted token, if asked for
     top_ids, top_logprobs: of the most likely tokens at the same places, if asked for
+    distances: of the emitted tokens, under a lossy rule (`AcceptanceRule.distance`)
     p, q, details: at each drafted token, in a recorded run
     limit: most tokens that the pass tests per row
     """
@@ -72,6 +73,7 @@ class VerifyResult:
     logprobs: list[list[float]] | None = None
     top_ids: list[list[list[int]]] | None = None
     top_logprobs: list[list[list[float]]] | None = None
+    distances: list[list[float]] | None = None
     p: list[list[float]] | None = None
     q: list[list[float]] | None = None
     details: list[Any] = field(default_factory=list)
@@ -83,9 +85,11 @@ class VerifyResult:
             return None
         return self.parents[slot][: min(len(draft), self.limit)]
 
-    def keep_logprobs(self, slot: int, row: Row, count: int) -> None:
-        """Give a row the log-probabilities of the first `count` tokens that the pass emitted; impossible ones are not
-        listed among the most likely."""
+    def note_tokens(self, slot: int, row: Row, count: int) -> None:
+        """Give a row what was asked for of the first `count` tokens that the pass emitted; impossible tokens are not
+        among the most likely."""
+        if self.distances is not None:
+            row.distances += self.distances[slot][:count]
         if self.logprobs is not None:
             row.logprobs += self.logprobs[slot][:count]
         if self.top_ids is not None and self.top_logprobs is not None:
@@ -525,6 +529,8 @@ def _wanted(block: Block, verdict: Verdict, key: VerifyKey) -> dict[str, Tensor]
         if logprobs:
             likely = logarithms.topk(min(logprobs, logarithms.shape[-1]))
             wanted |= {"top_ids": likely.indices[rows, columns], "top_logprobs": likely.values[rows, columns]}
+    if key.rule.lossy and key.rule.distance is not None:
+        wanted["distances"] = key.rule.distance(block, verdict)
     if record:
         tested_at = block.columns.expand_as(block.draft) if block.tree is None else block.tree.tested_at
         wanted["p"] = block.p[rows, tested_at, block.draft]
