@@ -20,7 +20,17 @@ from specdec.files.texts import check_writable
 from specdec.research.ablation.compare import compare as run_compare
 from specdec.research.ablation.compare import compare_config
 from specdec.research.ablation.merge import check_packages
-from specdec.research.ablation.tables import LOOP_HEADS, any_loops, comparison_table, loop_cells, loop_warning
+from specdec.research.ablation.tables import (
+    DISTANCE,
+    LOOP_HEADS,
+    any_loops,
+    any_lossy,
+    comparison_table,
+    distance_cell,
+    loop_cells,
+    loop_warning,
+    marked,
+)
 from specdec.research.bench.tables import Table, interval
 from specdec.stats import PER_TESTED, RATES
 
@@ -80,7 +90,7 @@ def compare(
 
 def _print(console: Console, result: Mapping[str, Any]) -> None:
     heads = ("candidate", "speed-up", "predicted", "tokens/round", *RATES, "cost c", "best length")
-    loops = any_loops(result["candidates"])
+    loops, lossy = any_loops(result["candidates"]), any_lossy(result["candidates"])
     title = "fastest first; speed-up over plain decoding without prefill, 95 % intervals over prompts"
     rows = []
     for entry in result["candidates"]:
@@ -88,9 +98,11 @@ def _print(console: Console, result: Mapping[str, Any]) -> None:
         speeds = [interval(entry["decode_speedup"]), output.number(entry["predicted_speedup"])]
         rates = [interval(entry[name]) for name in ("tokens_per_round", *RATES.values())]
         advice = "-" if best is None else str(best) if best else "off"
-        marks = loop_cells(entry) if loops else []
-        rows.append([entry["name"], *speeds, *rates, output.number(entry["cost_ratio"], 3), advice, *marks])
-    heads += LOOP_HEADS if loops else ()
+        marks = [distance_cell(entry)] if lossy else []
+        marks += loop_cells(entry) if loops else []
+        name = marked(entry["name"], entry)
+        rows.append([name, *speeds, *rates, output.number(entry["cost_ratio"], 3), advice, *marks])
+    heads += ((DISTANCE,) if lossy else ()) + (LOOP_HEADS if loops else ())
     console.print(output.rendered(Table(title, heads, rows), whole_names=False))
     _print_acceptance(console, result["candidates"])
     if result.get("comparisons"):

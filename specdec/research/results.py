@@ -214,7 +214,7 @@ def _summed(rows: Sequence[Row]) -> dict[Any, Counts]:
     sums: dict[Any, Counts] = defaultdict(lambda: dict.fromkeys(SUMMED, 0.0))
     for row in rows:
         for name in SUMMED:
-            sums[_cluster(row)][name] += row[name] or 0
+            sums[_cluster(row)][name] += row.get(name) or 0
     return sums
 
 

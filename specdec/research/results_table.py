@@ -20,9 +20,18 @@ IN_WORDS = {name: words for words, name in RATES.items()} | {
     "tokens_per_round": "tokens/round", "tokens_per_second": "tokens/s", "speedup": "speed-up",
     "decode_speedup": "without prefill", "acceptance_rate": "accepted per drafted round",
     "least_p": "p at least", "loop_share": "in loops", "strategies": "chain", "temperature": "T",
+    "distance": "distance to p",
 }  # fmt: skip
 # Where it is not told:
-SHOWN = ("tokens_per_round", *RATES.values(), "acceptance_length", "acceptance_rate", "speedup", "loop_share")
+SHOWN = (
+    "tokens_per_round",
+    *RATES.values(),
+    "acceptance_length",
+    "acceptance_rate",
+    "speedup",
+    "distance",
+    "loop_share",
+)
 SPECIAL = {c: rf"\{c}" for c in "&%$#_{}"} | {
     "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}",
     ">": r"\textgreater{}", "|": r"\textbar{}",
@@ -107,8 +116,8 @@ class ResultTable:
         if figures is not None or not any(n in SHOWN for n in known):  # of a comparison all of it
             return list(figures or known)
         telling = [n for n in SHOWN if n in known and any(r[n].value is not None for r in self.rows)]
-        if not any("loop_share" in r and r["loop_share"].value for r in self.rows):
-            telling = [n for n in telling if n != "loop_share"]
+        absent = [n for n in ("loop_share", "distance") if not any(n in r and r[n].value for r in self.rows)]
+        telling = [n for n in telling if n not in absent]
         return [n for n in ("drafted", "tested") if n in known] + telling
 
     def __repr__(self) -> str:

@@ -46,9 +46,7 @@ def test_chains_are_judged_as_the_rule_reads(name: str, greedy: bool) -> None:
                 apart.append(certain if likely(p[row, column], x) else 0.0)
             assert int(verdict.accepted[row]) == expected
             apart = [*apart, 0.0][: distances.shape[1]]  # the token after them is the target's own, if there is room
-            assert distances[row, : expected + 1].tolist() == pytest.approx(
-                [*apart, 0.0][: distances.shape[1]], abs=1e-5
-            )
+            assert distances[row, : expected + 1].tolist() == pytest.approx(apart, abs=1e-5)
             if expected < int(block.lengths[row]):
                 assert int(verdict.token[row]) == int(block.own[row, expected])
                 compared += 1

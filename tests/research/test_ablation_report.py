@@ -21,7 +21,8 @@ from specdec.research.ablation import as_rows, merge, plots, run_ablation
 from specdec.research.ablation.compare import along, examine, reasons
 from specdec.research.ablation.summary import measured_costs, paired, predicted_speedup, summarise, theoretical_speedup
 from specdec.research.ablation.table import first_difference
-from specdec.research.ablation.tables import comparison_table
+from specdec.research.ablation.tables import comparison_table, settings_table
+from specdec.research.results import Results
 from tests.helpers.browser import browser, find_chromium
 from tests.helpers.grid import PROMPTS, grid, save_model, save_pair
 from tests.research.test_plots import K1, K2, row
@@ -68,6 +69,30 @@ def test_seeds_of_a_setting_are_pooled_and_speedups_paired(finished: Path) -> No
     assert set(compared) == {"draft k=3", "lookup k=1", "lookup k=3"}
     assert compared["draft k=3"]["against"] == "draft k=1"
     assert summary["gate"]["passed"]
+
+
+def test_a_lossy_rule_is_marked_with_its_distance_beside_the_gain(pair: dict[str, str], tmp_path: Path) -> None:
+    chain, rules = {"draft": ["draft-model:n_max=3"]}, ["match", "near:delta=1"]
+    config = grid(
+        pair, prompts=tuple(PROMPTS[:2]), strategies=chain, axes={"acceptance": rules},
+        generation={"max_new_tokens": 8, "temperature": 0.9},
+    )  # fmt: skip
+    run_ablation(config, tmp_path)
+    summary = merge(tmp_path)
+    assert summary is not None
+    rows, entry = as_rows(tmp_path), summary["settings"]["draft near:delta=1"]
+    lossy = [r for r in rows if r["lossy"]]
+    assert sum(r["distance"] for r in lossy) / 16 == pytest.approx(entry["distance"]["value"])
+    assert 0 < entry["distance"]["value"] < 1
+    assert all(r["distance"] is None for r in rows if not r["lossy"])
+    table = settings_table(summary)
+    cells = {row[0]: row[table.heads.index("distance to p")] for row in table.rows}
+    assert cells.keys() == {"plain", "draft match", "draft near:delta=1 (lossy)"}
+    assert [cells["plain"], cells["draft match"]] == ["-", "-"] != [cells["draft near:delta=1 (lossy)"]] * 2
+    old = [{k: v for k, v in r.items() if k != "distance"} for r in rows]
+    assert summarise(as_rows(old))["settings"]["draft near:delta=1"]["distance"]["value"] is None
+    shown = Results(rows).by("setting").text_table()
+    assert "distance to p" in shown.heads
 
 
 def test_settings_are_compared_with_the_first_of_their_temperature_or_with_a_named_one() -> None:

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 COMMON = ("setting", "status", "drafts", "prompt")
 ROUNDS = ("drafted_rounds",)  # by which a plot knows the rows that drafted
-PAIRED = ("cell", "plain", "pair", "seed", "batch_size", "call", "equals_plain", *SUMMED)  # for speed-ups over plain
+NEEDED = tuple(name for name in SUMMED if name != "distance")  # older tables have none
+PAIRED = ("cell", "plain", "pair", "seed", "batch_size", "call", "equals_plain", *NEEDED)  # for speed-ups over plain
 
 
 def of_table(*columns: str) -> Callable[[Callable[..., None]], Callable[..., Figure]]:

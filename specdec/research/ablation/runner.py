@@ -284,6 +284,7 @@ def rows_of(out: Generation, seconds: float) -> list[dict[str, Any]]:
             "tokens": out.token_ids[i],
             "text": out.texts[i] if out.texts is not None else None,
             "finish_reason": out.finish_reasons[i],
+            "distance": sum(out.distances[i]) if out.distances is not None else None,
             "records": [list(record) for record in out.stats.rows[i]],
             **shared,
         }

@@ -25,13 +25,15 @@ FIGURES = {
     "conditional_acceptance_rate": ("accepted_tokens", "tested_tokens"),
     "tokens_per_second": ("emitted_tokens", "seconds"),
     "loop_share": ("loop_tokens", "emitted_tokens"),
+    "distance": ("distance", "emitted_tokens"),
 }
-OF_ROWS = ("tokens_per_second", "loop_share")  # which no part of a row has
+OF_ROWS = ("tokens_per_second", "loop_share", "distance")  # which no part of a row has
 COMPARED = ("tokens_per_round", "conditional_acceptance_rate", "tokens_per_second")  # of two settings
 Clusters = dict[Any, Row]
 SUMMED = (
     "generated_tokens", "rounds", "accepted_tokens", "tested_tokens", "draft_tokens", "drafted_rounds",
     "emitted_tokens", "seconds", "draft_seconds", "verify_seconds", "prefill_seconds", "loop_tokens",
+    "distance",
 )  # fmt: skip
 
 
@@ -84,6 +86,7 @@ def setting_figures(group: Sequence[Row], rows: Sequence[Row]) -> dict[str, Any]
     made: dict[str, Any] = {
         "drafts": group[0]["drafts"],
         "pair": group[0]["pair"],
+        "lossy": any(r.get("lossy") for r in sound),
         "rows": len(group),
         "prompts": len({conversation(r) for r in group}),
         "errors": len(group) - len(sound),
@@ -103,7 +106,10 @@ def _ratios(sound: Sequence[Row]) -> dict[str, Any]:
     if not clusters:
         return with_old_names(dict.fromkeys(FIGURES))
     columns = {name: [c[name] for c in clusters] for name in SUMMED}
-    return with_old_names({name: ratio(columns[x], columns[y]).to_dict() for name, (x, y) in FIGURES.items()})
+    made = {name: ratio(columns[x], columns[y]) for name, (x, y) in FIGURES.items()}
+    if any(r.get("lossy") and r.get("distance") is None for r in sound):  # of an older table
+        made["distance"] = Interval(None)
+    return with_old_names({name: value.to_dict() for name, value in made.items()})
 
 
 def _against_plain(sound: Sequence[Row], rows: Sequence[Row]) -> dict[str, Any]:
@@ -154,7 +160,7 @@ def clustered(rows: Sequence[Row], by_call: bool = True) -> Clusters:
         key = row["call"] if by_call and row["batch_size"] > 1 else conversation(row)
         into = sums.setdefault(key, dict.fromkeys(SUMMED, 0.0))
         for name in SUMMED:
-            into[name] += row[name] or 0
+            into[name] += row.get(name) or 0
     return sums
 
 
@@ -177,7 +183,7 @@ def measured_costs(mine: Sequence[Row], plain: Sequence[Row]) -> dict[str, float
     draft_cost c: of a drafted token, in plain passes.
     width_cost v: extra cost of the wide pass, in plain passes.
     """
-    total, reference = ({n: sum(c[n] for c in side) for n in SUMMED} for side in (mine, plain))
+    total, reference = ({n: sum(c.get(n, 0.0) for c in side) for n in SUMMED} for side in (mine, plain))
     if not total["rounds"] or not reference["rounds"] or not reference["verify_seconds"]:
         return None
     per_pass = reference["verify_seconds"] / reference["rounds"]

@@ -145,6 +145,7 @@ def figures(entry: Mapping[str, Any]) -> Row:
     return {
         **{name: getattr(tally, name) for name in COUNTS},
         "emitted_tokens": len(tokens),
+        "distance": entry.get("distance"),
         **loops(tokens),
         "tested_tokens": sum(tested),
         "tokens_per_round": tally.tokens_per_round,
@@ -256,6 +257,7 @@ def as_rows(results: Any) -> list[Row]:
                 rows[-1][name] = parse_json(row[name], f"results table, column {name}")
         if "loop_tokens" not in row:  # of an older table
             rows[-1].update(loops(row.get("tokens") or ()))
+        rows[-1].setdefault("distance", None)
     with_references(rows)
     return rows
 

@@ -10,6 +10,7 @@ from specdec.research.bench.tables import Table, figure, interval
 from specdec.stats import PER_TESTED, RATES
 
 _IN_WORDS = {name: words for words, name in RATES.items()}
+DISTANCE = "distance to p"
 LOOP_HEADS = ("in loops", f"{PER_TESTED} without loops")
 
 
@@ -17,7 +18,8 @@ def settings_table(summary: Mapping[str, Any]) -> Table:
     """Figures of every setting."""
     title = "pooled figures with 95 % intervals over prompts; speed-up paired with plain decoding, prefill included"
     heads = ["setting", "tokens/round", *RATES, "tokens/s", "speed-up", "without prefill", "predicted", "p"]
-    loops = any_loops(summary["settings"].values())
+    loops, lossy = (find(summary["settings"].values()) for find in (any_loops, any_lossy))
+    heads += [DISTANCE] if lossy else []
     rows = []
     for name, entry in summary["settings"].items():
         figures = [interval(entry["tokens_per_round"])]
@@ -25,9 +27,25 @@ def settings_table(summary: Mapping[str, Any]) -> Table:
         figures += [interval(entry["tokens_per_second"], 1), interval(entry.get("speedup"))]
         figures += [interval(entry.get("decode_speedup")), figure(entry.get("predicted_speedup"))]
         same = "-" if not entry["compared"] else f"{entry['compared'] - entry['differing']}/{entry['compared']}"
-        figures += [p_value(entry.get("speedup_p")), *(loop_cells(entry) if loops else ())]
-        rows.append([name, *figures, same, str(entry["rows"]), str(entry["errors"])])
+        figures += [p_value(entry.get("speedup_p")), *([distance_cell(entry)] if lossy else [])]
+        figures += loop_cells(entry) if loops else []
+        rows.append([marked(name, entry), *figures, same, str(entry["rows"]), str(entry["errors"])])
     return Table(title, [*heads, *(LOOP_HEADS if loops else ()), "same text", "rows", "errors"], rows)
+
+
+def any_lossy(entries: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether the rule of a setting changes the target's distribution."""
+    return any(entry.get("lossy") for entry in entries)
+
+
+def marked(name: str, entry: Mapping[str, Any]) -> str:
+    """A setting's name; of a lossy rule it says so."""
+    return f"{name} (lossy)" if entry.get("lossy") else name
+
+
+def distance_cell(entry: Mapping[str, Any]) -> str:
+    """The distance of a lossy rule's tokens from the target's distribution."""
+    return interval(entry.get("distance"), 3) if entry.get("lossy") else "-"
 
 
 def any_loops(entries: Iterable[Mapping[str, Any]]) -> bool:
