@@ -25,7 +25,8 @@ from measure_trees import held_out_prompts
 from torch import Tensor
 
 from specdec import DraftModel, SpeculativeDecoder
-from specdec.decoding.acceptance import Block, block_acceptance, prefix_weights
+from specdec.decoding.acceptance import Block
+from specdec.decoding.block_verification import block_acceptance, prefix_weights
 from specdec.files.compact_json import write_json
 from specdec.research.bench import origin
 from specdec.research.bootstrap import difference
