@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         EarlyExit,
         Lookahead,
         LookupCache,
+        Mtp,
         NgramCache,
         NgramMapK,
         NgramMapK4V,
@@ -46,11 +47,12 @@ if TYPE_CHECKING:
     from specdec.stats import Stats
 
 __all__ = [
-    "STRATEGIES", "UNSET", "AcceptanceRule", "CostTable", "DFlash", "Draft", "DraftModel", "DraftRequest",
-    "Drafter", "Eagle3", "EarlyExit", "Generation", "GenerationRow", "GenerationSettings", "LoadedPair", "Lookahead",
-    "LookupCache", "NgramCache", "NgramMapK", "NgramMapK4V", "NgramMod", "NgramSimple", "PairConfig", "PairReport",
-    "PromptLookup", "Rest", "Results", "Round", "RunConfig", "SpecdecError", "SpeculativeDecoder", "Stats", "Suffix",
-    "SuffixStore", "TokenRecycling", "fuse_projections", "load_pair", "measure_costs", "register_rule",
+    "STRATEGIES", "UNSET", "AcceptanceRule", "CostTable", "DFlash", "Draft", "DraftModel", "DraftRequest", "Drafter",
+    "Eagle3", "EarlyExit", "Generation", "GenerationRow", "GenerationSettings", "LoadedPair", "Lookahead",
+    "LookupCache", "Mtp", "NgramCache", "NgramMapK", "NgramMapK4V", "NgramMod", "NgramSimple", "PairConfig",
+    "PairReport", "PromptLookup", "Rest", "Results", "Round", "RunConfig", "SpecdecError", "SpeculativeDecoder",
+    "Stats", "Suffix", "SuffixStore", "TokenRecycling", "fuse_projections", "load_pair", "measure_costs",
+    "register_rule",
 ]  # fmt: skip
 
 _HOMES = {

@@ -10,6 +10,7 @@ from specdec.drafters.dflash.strategy import DFlash
 from specdec.drafters.draft_model.strategy import DraftModel
 from specdec.drafters.eagle3.strategy import Eagle3
 from specdec.drafters.lookahead import Lookahead
+from specdec.drafters.mtp import Mtp
 from specdec.drafters.ngram.cache import NgramCache
 from specdec.drafters.ngram.lookup_cache import LookupCache
 from specdec.drafters.ngram.map import NgramMapK, NgramMapK4V
@@ -38,6 +39,7 @@ STRATEGIES: dict[str, type[Any]] = {
     "ngram-cache": NgramCache,
     "eagle3": Eagle3,
     "dflash": DFlash,
+    "mtp": Mtp,
     "early-exit": EarlyExit,
 }
 
@@ -101,6 +103,6 @@ def _missing(made: Any) -> str:
 
 __all__ = [
     "STRATEGIES", "DFlash", "Draft", "DraftModel", "DraftRequest", "Drafter", "Eagle3", "EarlyExit", "Lookahead",
-    "LookupCache", "NgramCache", "NgramMapK", "NgramMapK4V", "NgramMod", "NgramSimple", "PromptLookup", "Rest",
+    "LookupCache", "Mtp", "NgramCache", "NgramMapK", "NgramMapK4V", "NgramMod", "NgramSimple", "PromptLookup", "Rest",
     "Suffix", "SuffixStore", "TokenRecycling", "find_strategy", "make_drafters", "parse_strategy",
 ]  # fmt: skip

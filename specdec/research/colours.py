@@ -14,7 +14,7 @@ STRATEGY_COLOURS = {
     "draft-model": "#332288", "prompt-lookup": "#CC6677", "suffix": "#117733", "ngram-mod": "#DDCC77",
     "eagle3": "#882255", "ngram-simple": "#88CCEE", "ngram-cache": "#44AA99", "ngram-map-k": "#999933",
     "ngram-map-k4v": "#AA4499", "early-exit": "#D55E00", "recycling": "#0072B2",
-    "rest": "#56B4E9", "lookahead": "#F0E442", "dflash": "#661100",
+    "rest": "#56B4E9", "lookahead": "#F0E442", "dflash": "#661100", "mtp": "#6699CC",
 }  # fmt: skip
 # Grounds and texts of pages, light and dark: every text has a contrast of at least 4.5 : 1 to every ground.
 GROUNDS = {
