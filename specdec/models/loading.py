@@ -179,7 +179,8 @@ def pair_config(target: str | Path, draft: str | Path | None, options: Mapping[s
 def _plan_pair(config: PairConfig, translate: bool) -> tuple[list[_Plan], list[Any], PairReport]:
     """Return plans and tokenizers of the models, target first, and the pair's report. Loads no weights."""
     check_attention(config.attn_implementation)
-    plans = [_Plan.make(config, role) for role in ("target", "draft") if getattr(config, role) is not None]
+    roles = ("target",) if config.draft is None else ("target", "draft")
+    plans = [_Plan.make(config, role) for role in roles]
     report = PairReport.make([plan.facts for plan in plans])
     tokenizers = [plan.tokenizer() for plan in plans]
     if config.draft is not None:
