@@ -66,7 +66,9 @@ def best_shape(texts: Sequence[ForcedText], nodes: int) -> Parents:
     acceptance = conditional_acceptance(texts, nodes)
     shapes = {chain_parents(nodes)} | {best_plan(acceptance[:depth], nodes) for depth in range(1, nodes + 1)}
 
-    def rounds(parents: Parents) -> float:
-        return sum(tree_counts(t.siblings, parents)[1] for t in texts if t.siblings is not None)
+    def rounds(parents: Parents) -> tuple[float, int]:
+        """Rounds, and the draft passes that each takes, which decide among equals."""
+        counts = [tree_counts(t.siblings, parents)[1] for t in texts if t.siblings is not None]
+        return sum(counts), max(depths_of(parents))
 
     return min(sorted(shapes), key=rounds)

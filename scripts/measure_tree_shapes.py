@@ -1,0 +1,69 @@
+"""Tokens per round of the best shapes of trees: estimated from a plain run, and in real runs, beside chains.
+
+    python scripts/measure_tree_shapes.py --out results/tree_shapes_cpu.json
+    python scripts/write_results.py    # the table of docs/trees.md
+
+For each number of nodes the best fixed shape is chosen on plain texts of held-out prompts (`estimate(trees=[nodes])`),
+beside the chain of as many nodes, and both are run; `opt-N` is run as well. A run under `leviathan` writes texts of its
+own, so it is compared with the estimate for the very texts that it wrote. Figures are counts, not times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from measure_trees import TEMPERATURE, held_out_prompts
+
+from specdec import SpeculativeDecoder
+from specdec.files.compact_json import write_json
+from specdec.research.bench import origin
+from specdec.research.offline.what_if import estimate
+
+PROMPTS, NEW_TOKENS, NODES, COPIES = 16, 40, (8, 16), 3
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "match": {"acceptance": "match", "temperature": TEMPERATURE},
+    "leviathan": {"acceptance": "leviathan", "temperature": TEMPERATURE, "num_return_sequences": COPIES},
+}
+
+
+def rows_of(decoder: SpeculativeDecoder, prompts: list[list[int]], mode: str, nodes: int) -> list[dict[str, Any]]:
+    """The chain, the best shape and opt-N of one size in one mode."""
+    call: dict[str, Any] = {**MODES[mode], "max_new_tokens": NEW_TOKENS, "batch_size": 16, "ignore_eos": True}
+    sampled = mode == "leviathan"
+    chain, best = estimate(decoder, prompts, ks=(nodes,), trees=[nodes], seed=1, **call).plans
+    runs = [("chain", f"draft-model:n_max={nodes}", chain), ("best shape", best.chain, best)]
+    if not sampled:  # it has no q: under leviathan it is judged as under match
+        runs.append(("opt", f"draft-model:tree=opt-{nodes}:n_max=8", None))
+    rows = []
+    for kind, strategy, plan in runs:
+        out = decoder.generate(prompts, strategies=[strategy], seed=2 if sampled else 1, **call)
+        expected = None if plan is None else plan.tokens_per_round
+        own = expected
+        if sampled and plan is not None:
+            shape = [1] * nodes if kind == "chain" else json.loads(strategy.partition("tree=")[2])
+            again = estimate(decoder, prompts, ks=(), trees=[shape], outputs=out.token_ids, seed=2, **call)
+            own = again.plans[0].tokens_per_round
+        measured = out.stats.emitted_tokens / out.stats.rounds
+        row = {"mode": mode, "nodes": nodes, "kind": kind, "strategy": strategy, "estimate": expected}
+        rows.append({**row, "estimate_on_its_texts": own, "measured": measured, "tokens": out.stats.emitted_tokens})
+        print(rows[-1], flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    out = parser.parse_args().out
+    decoder = SpeculativeDecoder.from_pretrained("demo-target", draft="demo-draft")
+    prompts = held_out_prompts(decoder)[:PROMPTS]
+    rows = [row for mode in MODES for nodes in NODES for row in rows_of(decoder, prompts, mode, nodes)]
+    settings = {"temperature": TEMPERATURE, "prompts": PROMPTS, "new_tokens": NEW_TOKENS, "copies": COPIES}
+    write_json(out, {"benchmark": "tree_shapes", **origin(), **settings, "shapes": rows})
+
+
+if __name__ == "__main__":
+    main()
