@@ -11,6 +11,7 @@
     python scripts/measure_auto_length.py WHAT --out results/auto_length_WHERE.json        # docs/automatic_length.md
     python scripts/measure_graphs.py --out results/graphs_h100.json        # docs/speed.md, on a GPU
     python scripts/measure_trees.py --out results/trees_cpu.json           # docs/trees.md and docs/exactness.md
+    python scripts/measure_tree_shapes.py --out results/tree_shapes_cpu.json                  # docs/trees.md
     python scripts/sweep_models.py --out results/models.json               # docs/models.md
     python scripts/measure_block_verification.py --out results/block_verification.json     # docs/validation.md
     python scripts/measure_alpha.py --out results/alpha.json               # docs/validation.md
@@ -259,6 +260,19 @@ def tree_block(result: Result) -> str:
     return markdown(["shape", "draft passes", *modes], rows)
 
 
+def shapes_block(result: Result) -> str:
+    """Tokens per round of the best shapes and of chains, estimated and measured."""
+    rows = []
+    for e in result["shapes"]:
+        shape = e["strategy"].removeprefix("draft-model:")
+        figures = [e["estimate"], e["estimate_on_its_texts"], e["measured"]]
+        texts = ["-" if value is None else f"{value:.3f}" for value in figures]
+        difference = "-" if figures[1] is None else f"{figures[2] / figures[1] - 1:+.1%}"
+        rows.append([e["mode"], str(e["nodes"]), e["kind"], f"`{shape}`", *texts, difference])
+    heads = ["rule", "nodes", "kind", "shape", "estimate", "on the run's texts", "measured", "difference"]
+    return markdown(heads, rows)
+
+
 def formula_block(result: Result) -> str:
     """Measured acceptance and its formulas."""
     heads = ("rule", "positions", "measured", "formula", "standard error", "1 - TV there")
@@ -380,6 +394,7 @@ BLOCKS = [
     Block("docs/exactness.md", [f"exactness-{part}" for part in PARTS], exactness_block),
     Block("docs/exactness.md", ["trees_cpu"], each(formula_block), "acceptance"),
     Block("docs/trees.md", ["trees_cpu"], each(tree_block), "trees"),
+    Block("docs/trees.md", ["tree_shapes_cpu"], each(shapes_block), "shapes"),
     Block("docs/benchmarks.md", [f"bench_{name}" for name in ("h100", "h100_all", "cpu", "batches")], bench_blocks),
     Block("docs/losslessness.md", ["laws"], each(laws_block)),
     Block("docs/analysis.md", ["what_if_embedded", "what_if_smollm2"], what_if_block),

@@ -460,6 +460,7 @@ def test_planned_trees_equal_the_slow_oracles(acceptance: str) -> None:
     assert seen > 40
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("batch", [1, 3])
 def test_planned_trees_give_plain_decodings_text(batch: int) -> None:
     model = tiny_model("llama")
@@ -509,7 +510,8 @@ def test_planned_trees_with_a_fault_are_found_out(monkeypatch: pytest.MonkeyPatc
     assert not fit(cell(out.token_ids, V), three_token_law(target, PROMPT, 0.8)).holds
 
 
-@pytest.mark.parametrize("call", [{}, {"temperature": 0.9, "acceptance": "leviathan", "seed": 3}], ids=["greedy", "q"])
+@pytest.mark.fast(1)
+@pytest.mark.parametrize("call", [{"temperature": 0.9, "acceptance": "leviathan", "seed": 3}, {}], ids=["q", "greedy"])
 def test_recorded_planned_trees_are_the_eager_ones(call: dict[str, Any]) -> None:
     model = tiny_model("llama")
     eager, recorded = (SpeculativeDecoder(model, check=False) for _ in range(2))
@@ -528,10 +530,12 @@ def test_recorded_planned_trees_are_the_eager_ones(call: dict[str, Any]) -> None
     assert recorded.target.failures == {}
 
 
-@pytest.mark.parametrize("options", [{"tree": [0]}, {"tree": "2y2"}, {"tree": [2], "nodes": 4}], ids=str)
-def test_plans_that_are_none_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(SpecdecError, match="eagle3: tree"):
-        Eagle3(head_for(tiny_model("llama")), **options)
+def test_plans_that_are_none_are_refused_and_opt_is_a_dynamic_tree() -> None:
+    head = head_for(tiny_model("llama"))
+    for options in ({"tree": [0]}, {"tree": "2y2"}, {"tree": [2], "nodes": 4}, {"tree": "opt-8", "nodes": 4}):
+        with pytest.raises(SpecdecError, match="eagle3: tree"):
+            Eagle3(head, **options)
+    assert Eagle3(head, tree="opt-8") == Eagle3(head, nodes=8)
 
 
 # -- what may be wrong with a head, a target or a text -----------------------------------------------------------------
