@@ -10,11 +10,12 @@ import torch
 
 import specdec
 from specdec import SpecdecError
-from specdec.drafters.tree_plan import plan_parents
+from specdec.drafters.tree_plan import best_plan, plan_of, plan_parents
 from specdec.models.trees import Parents, chain_parents, path_to
 from specdec.research.offline.forcing import _siblings
 from specdec.research.offline.what_if import draft_lengths, estimate, round_starts
-from specdec.research.offline.what_if_trees import tree_counts
+from specdec.research.offline.what_if_trees import acceptance_of_rounds, tree_counts
+from specdec.research.traces.trace import record
 from specdec.sampling.sampling import fold
 from tests.decoding.test_multi_draft_rules import P, Q, V, rejection, without_replacement
 from tests.helpers.laws import small_model
@@ -114,3 +115,18 @@ def test_trees_need_a_draft_model_and_a_shape() -> None:
     pair = specdec.SpeculativeDecoder(tiny_model("llama"), tiny_model("llama"), check=False)
     with pytest.raises(SpecdecError, match="what_if: tree must list children"):
         estimate(pair, [[1, 2]], trees=["3y2"], max_new_tokens=4)
+
+
+def test_acceptance_by_rank_and_depth_is_counted_from_recorded_rounds() -> None:
+    """Against the figures of the run by depth: one of a node's children was accepted, or none."""
+    target = looping(tiny_model("llama", 5))
+    decoder = specdec.SpeculativeDecoder(target, weaker(target, 0.3), check=False)
+    prompts = [random_ids(9, 1), quoting_ids(12, 2)]
+    trace = record(decoder, prompts, strategies=["draft-model:tree=3x2"], max_new_tokens=12)
+    table = acceptance_of_rounds(trace.rounds)
+    assert table.shape == (2, 3)
+    by_depth = trace.result.stats.conditional_acceptance_rate_per_position  # type: ignore[union-attr]
+    assert table.sum(axis=1) == pytest.approx(by_depth)
+    assert plan_of(best_plan(table, 4))
+    with pytest.raises(SpecdecError, match="no drafts"):
+        acceptance_of_rounds([])

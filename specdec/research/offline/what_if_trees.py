@@ -7,11 +7,13 @@ those of chains are, and a shape's rounds are computed exactly from these chance
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from specdec.decoding.result import Round
 from specdec.drafters.tree_plan import best_plan
+from specdec.errors import SpecdecError
 from specdec.models.trees import Parents, chain_parents, depths_of
 from specdec.research.offline.forcing import ForcedText
 
@@ -72,3 +74,27 @@ def best_shape(texts: Sequence[ForcedText], nodes: int) -> Parents:
         return sum(counts), max(depths_of(parents))
 
     return min(sorted(shapes), key=rounds)
+
+
+def acceptance_of_rounds(rounds: Iterable[Round]) -> np.ndarray:
+    """Measure P(the child of rank j is accepted), at a node of depth d that was reached, [D, C], from recorded rounds.
+
+    Of any strategy's trees: `best_plan` of it is the best shape for that strategy, as far down and across as its trees
+    went. Raises SpecdecError for rounds without drafts.
+    """
+    counts: dict[tuple[int, int], list[int]] = {}
+    for r in rounds:
+        parents = chain_parents(len(r.draft)) if r.parents is None else r.parents
+        path = list(range(r.accepted)) if r.path is None else list(r.path)
+        for depth, (at, accepted) in enumerate(zip([-1, *path], [*path, None], strict=True)):
+            children = [node for node, parent in enumerate(parents) if parent == at]
+            for rank, node in enumerate(children):
+                found = counts.setdefault((depth, rank), [0, 0])
+                found[0] += 1
+                found[1] += node == accepted
+    if not counts:
+        raise SpecdecError("what_if: these rounds have no drafts: record a run with a strategy that drafts trees")
+    table = np.zeros((1 + max(d for d, _ in counts), 1 + max(rank for _, rank in counts)))
+    for place, (tested, accepted_there) in counts.items():
+        table[place] = accepted_there / tested
+    return table
