@@ -28,6 +28,7 @@ from torch import Tensor
 
 from specdec.config import check_whole
 from specdec.decoder import Call, SpeculativeDecoder
+from specdec.decoding.acceptance import find_rule
 from specdec.decoding.prompts import encode_prompts
 from specdec.device.transfer import to_device
 from specdec.errors import SpecdecError
@@ -178,7 +179,7 @@ def why_not_equal(
     reference: a float32 copy of the target; "auto" = make one where memory allows, None = do without
     row: the prompt's number in its call, for sampled runs with one seed
     options: the generation options of the runs, if they were not greedy
-    Raises SpecdecError for `leviathan` sampling, whose text is not meant to equal plain decoding's.
+    Raises SpecdecError for sampling under rules whose text is not meant to equal plain decoding's, such as `leviathan`.
     """
     target = decoder.target
     a, b = _checked_ids(a, "a", target.vocab_size), _checked_ids(b, "b", target.vocab_size)
@@ -342,9 +343,10 @@ class _Question:
     @cached_property
     def _call(self) -> Call:
         options = {**self.options, "num_return_sequences": 1}
-        if options.get("temperature", 0) > 0 and options.get("acceptance") == "leviathan":
+        rule = find_rule(options.get("acceptance", "match"))
+        if options.get("temperature", 0) > 0 and not rule.lossy and not rule.same_text:
             raise SpecdecError(
-                "why_not_equal: leviathan keeps the distribution and not the sample, so its text may differ"
+                f"why_not_equal: {rule.name} keeps the distribution and not the sample, so its text may differ"
             )
         prompt = self.known[: self.prompt_length]
         return self.decoder._call([prompt], [], **options)
