@@ -136,6 +136,7 @@ class Tally:
     conditional_acceptance_rate_per_position[i]: the same among rounds in which token i was tested, all before it
         accepted; positions that were never tested have no entry
     acceptance_histogram[n]: drafted rounds that accepted exactly n tokens
+    acceptance_histogram_per_length[k][n]: those of them with drafts of k tokens; in trees k levels
     """
 
     rounds: int
@@ -151,6 +152,7 @@ class Tally:
     acceptance_rate_per_position: list[float]
     conditional_acceptance_rate_per_position: list[float]
     acceptance_histogram: list[int]
+    acceptance_histogram_per_length: dict[int, list[int]]
 
     @staticmethod
     def of(records: Iterable[RoundRecord]) -> Tally:
@@ -175,7 +177,10 @@ class Tally:
             conditional_acceptance_rate=accepted / sum(tested) if sum(tested) else None,
             acceptance_rate_per_position=[n / len(drafted) for n in reached],
             conditional_acceptance_rate_per_position=[n / t for n, t in zip(reached, tested, strict=True) if t],
-            acceptance_histogram=[sum(r.accepted == n for r in drafted) for n in range(longest + 1)] if drafted else [],
+            acceptance_histogram=_histogram(drafted, longest) if drafted else [],
+            acceptance_histogram_per_length={
+                k: _histogram([r for r in drafted if r.depth == k], k) for k in sorted({r.depth for r in drafted})
+            },
         )
 
     @property
@@ -184,7 +189,13 @@ class Tally:
         return self.conditional_acceptance_rate
 
     def to_dict(self) -> dict[str, Any]:
-        return with_old_names(asdict(self))
+        by_length = {str(k): counts for k, counts in self.acceptance_histogram_per_length.items()}  # as JSON has keys
+        return with_old_names({**asdict(self), "acceptance_histogram_per_length": by_length})
+
+
+def _histogram(drafted: Sequence[RoundRecord], longest: int) -> list[int]:
+    """Count the rounds that accepted exactly 0, 1, ... `longest` tokens."""
+    return [sum(r.accepted == n for r in drafted) for n in range(longest + 1)]
 
 
 def with_old_names(entry: Mapping[str, Any]) -> dict[str, Any]:

@@ -33,6 +33,7 @@ def test_figures_of_hand_written_rounds() -> None:
     # Draft 0 was tested in all four rounds; draft 1 in the three that passed 0; draft 2 in two, draft 3 in one.
     assert t.conditional_acceptance_rate_per_position == [3 / 4, 2 / 3, 2 / 2, 1 / 1]
     assert t.acceptance_histogram == [1, 1, 0, 1, 1]
+    assert t.acceptance_histogram_per_length == {2: [1, 0, 0], 3: [0, 0, 0, 1], 4: [0, 1, 0, 0, 1]}
 
 
 def test_of_a_tree_one_token_a_level_is_tested() -> None:
@@ -141,7 +142,7 @@ def test_a_real_call_has_every_figure_by_its_name() -> None:
         "rounds", "drafted_rounds", "draft_tokens", "tested_tokens", "accepted_tokens", "generated_tokens",
         "emitted_tokens", "conditional_acceptance_rate", "acceptance",
         "acceptance_length", "tokens_per_round", "draft_acceptance_rate", "acceptance_rate_per_position",
-        "conditional_acceptance_rate_per_position", "acceptance_histogram",
+        "conditional_acceptance_rate_per_position", "acceptance_histogram", "acceptance_histogram_per_length",
     }  # fmt: skip
     stats = out.stats.to_dict()
     assert figures | {

@@ -70,7 +70,7 @@ def facets(
 
 def _values(row: Any, name: str) -> list[Any]:
     """The values of a dimension that a drafting row has; none of those that only its rounds have."""
-    if not row["drafts"] or name in ("position", "length"):
+    if not row["drafts"] or name in ("position", "length", "accepted_length"):
         return []
     return chain_of(row) if name == "strategy" else [row.get(name)]
 

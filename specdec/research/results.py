@@ -4,7 +4,8 @@
     results.by("strategy", "k", "position").to_pandas()
     results.where(temperature=0.0).by("strategy", "category").to_latex()
 
-What can be grouped by: `strategy` (who drafted), `position` in the draft from 1, `length` of the draft, and every
+What can be grouped by: `strategy` (who drafted), `position` in the draft from 1, `length` of the draft,
+`accepted_length` (their rounds are the acceptance histogram), and every
 column that is a setting or says where a row is from (`setting`, `k`, `temperature`, `category`, `prompt`, ...).
 Intervals are over prompts with all their seeds (research/bootstrap.py). Failed rows are left out; plain decoding's rows
 are in groups by `setting`, `strategy` or `strategies` alone, because elsewhere they would be pooled with drafting ones.
@@ -37,7 +38,7 @@ from specdec.research.traces.records import trace_rows
 from specdec.stats import RoundRecord
 
 PLAIN, NOBODY = "plain", "(no draft)"
-ROUNDS = ("strategy", "position", "length")  # dimensions of rounds; all others are columns
+ROUNDS = ("strategy", "position", "length", "accepted_length")  # dimensions of rounds; all others are columns
 NAMED = ("setting", "strategy", "strategies")  # by which plain decoding has a group of its own
 ALIASES = {"chain": "strategies", "rule": "acceptance"}
 COUNTED = (
@@ -95,7 +96,7 @@ class Results:
         """Some of the rows: those for which `keep` is true and whose columns have these values (or one of a list).
         Plain decoding's rows stay where speed-ups need them. Raises SpecdecError where nothing drafts any more."""
         for name in values:
-            self._check("where", name, [n for n in self.dimensions if n not in ("position", "length")])
+            self._check("where", name, [n for n in self.dimensions if n not in ROUNDS[1:]])
         wanted = {ALIASES.get(n, n): v if isinstance(v, (list, tuple, set)) else [v] for n, v in values.items()}
 
         def fits(row: Row) -> bool:
@@ -126,7 +127,7 @@ class Results:
         several = any(len(chain_of(r)) > 1 for r in sound)
         if "position" in names:
             found = _by_position(sound, names)
-        elif "length" in names or ("strategy" in names and several):
+        elif {"length", "accepted_length"} & set(names) or ("strategy" in names and several):
             found = _by_rounds(sound, names)
         else:
             found = _by_rows(sound, names)
@@ -271,7 +272,7 @@ def _by_position(rows: Sequence[Row], names: Sequence[str]) -> list[dict[str, An
 
 def _rounds(rows: Sequence[Row], names: Sequence[str]) -> Iterator[tuple[Row, RoundRecord, Key]]:
     """Every round of the rows that draft, with its values of `names`; None as its position."""
-    drafts_only = "length" in names or "position" in names
+    drafts_only = any(name in ROUNDS[1:] for name in names)
     for row in rows:
         if not row["drafts"]:
             continue
@@ -279,7 +280,7 @@ def _rounds(rows: Sequence[Row], names: Sequence[str]) -> Iterator[tuple[Row, Ro
         for record in (RoundRecord(*r) for r in row["records"]):
             if record.drafted or not drafts_only:
                 who = record.strategy or (chain[0] if len(chain) == 1 else NOBODY)
-                own = {"strategy": who, "length": record.depth, "position": None}
+                own = {"strategy": who, "length": record.depth, "accepted_length": record.accepted, "position": None}
                 yield row, record, tuple(own[n] if n in own else whole[n] for n in names)
 
 

@@ -115,6 +115,8 @@ class ResultTable:
                 raise unknown_name("figure", name, known)
         if figures is not None or not any(n in SHOWN for n in known):  # of a comparison all of it
             return list(figures or known)
+        if "accepted_length" in self.names:  # a histogram
+            return ["drafted_rounds"]
         telling = [n for n in SHOWN if n in known and any(r[n].value is not None for r in self.rows)]
         absent = [n for n in ("loop_share", "distance") if not any(n in r and r[n].value for r in self.rows)]
         telling = [n for n in telling if n not in absent]

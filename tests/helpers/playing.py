@@ -128,6 +128,10 @@ def check_counts(out: Any) -> None:
         assert 0 <= part["accepted_tokens"] <= part["draft_tokens"]
         assert sum(part["acceptance_histogram"]) == part["drafted_rounds"] <= part["rounds"]
         assert sum(n * i for i, n in enumerate(part["acceptance_histogram"])) == part["accepted_tokens"]
+        by_length = {int(k): counts for k, counts in part["acceptance_histogram_per_length"].items()}
+        pooled = [sum(h[n] for h in by_length.values() if n < len(h)) for n in range(max(by_length, default=-1) + 1)]
+        assert pooled == part["acceptance_histogram"]
+        assert all(len(h) == k + 1 and sum(h) > 0 for k, h in by_length.items())
     for name in ("rounds", "drafted_rounds", "draft_tokens", "accepted_tokens", "generated_tokens", "emitted_tokens"):
         assert stats[name] == sum(row[name] for row in stats["rows"])
     for name, upstreams in (

@@ -70,6 +70,12 @@ def test_a_mixed_chain_is_split_by_who_drafted_and_how_much() -> None:
     assert value(table, "draft_acceptance_rate", strategy="draft-model") == pytest.approx(3 / 6)
     assert value(table, "conditional_acceptance_rate", strategy="draft-model") == pytest.approx(3 / 4)
     assert value(table, "tokens_per_round", strategy="(no draft)") == 1.0
+    histogram = Results.load(mixed).by("length", "accepted_length")
+    assert sum(r["drafted_rounds"] for r in histogram.rows) == 6
+    assert sum(r["drafted_rounds"] * r["accepted_length"] for r in histogram.rows) == (
+        sum(r["accepted_tokens"] for r in histogram.rows)
+    )
+    assert histogram.text_table().heads == ["length", "accepted length", "drafted rounds"]
     by_length = Results.load(mixed).by("length")
     assert [(r["length"], r["drafted_rounds"]) for r in by_length.rows] == [(2, 2), (3, 4)]
 
