@@ -101,6 +101,9 @@ class DFlash(Eagle3):
             raise SpecdecError(f"dflash: n_max={self.n_max}, and the head drafts at most {block - 1} tokens at once")
         self._pools = {}
 
+    def steps(self, k: int) -> int:
+        return 1
+
     @property
     def _drafted_slots(self) -> int:
         return int(self._head.block_size)  # type: ignore[arg-type]
