@@ -13,9 +13,11 @@ import specdec
 from specdec.device.graphs import Recorded
 from specdec.models.runner import Runner, Shapes
 from specdec.research.traces.trace import record
+from specdec.sampling.processors import Stage
+from specdec.sampling.texts import Known, KnownTexts
 from tests.helpers.options import CALLS, STRATEGIES, Outcome
 from tests.helpers.playing import looping, quoting_ids, weaker
-from tests.helpers.recording import Rerun
+from tests.helpers.recording import Rerun, replayed
 from tests.helpers.tiny import tiny_model
 from tests.helpers.tokens import byte_level
 
@@ -128,3 +130,93 @@ def test_buffers_of_another_shape_are_never_refilled(
     for name in ("tree=20", "tree=2x2x2", "branches=4", "n_max=5", "lookup, then tree"):
         compare(decoders, name, "coupled", 8)
     assert replays[0] > 0
+
+
+PENALTIES: dict[str, dict[str, Any]] = {
+    "repetition": {"repetition_penalty": 1.4},
+    "presence, frequency": {"presence_penalty": 0.8, "frequency_penalty": 0.4},
+    "no repeated n-gram": {"no_repeat_ngram_size": 2},
+    "bad words": {"bad_words_ids": [[9], [12, 13], [3, 4, 5]]},
+    "biases": {"sequence_bias": [[[40], 2.0], [[7, 7], -4.0]]},
+    "least lengths": {"min_new_tokens": 4, "min_length": 12},
+    "suppressed": {"suppress_tokens": [5, 6], "begin_suppress_tokens": [17, 99]},
+    "forced": {"forced_bos_token_id": 40, "forced_eos_token_id": 99},
+    "decay": {"exponential_decay_length_penalty": (2, 1.3)},
+    "scores alone": {"remove_invalid_values": True, "renormalize_logits": True, "top_k": 50},
+}
+PENALTIES["all"] = {name: value for options in list(PENALTIES.values())[:-1] for name, value in options.items()}
+SHAPES = {"plain": [], "chain": ["draft-model:n_max=3"], "p_min": ["draft-model:n_max=5:p_min=0.3"],
+          "tree": ["draft-model:tree=2x2"], "lookup": ["prompt-lookup"], "recycling": ["recycling:nodes=12"],
+          "early-exit": ["early-exit:layers=1:n_max=2"]}  # fmt: skip
+
+
+def penalised(dec: specdec.SpeculativeDecoder, shape: str, prompts: int = 8, **options: Any) -> Any:
+    """A call with fewer slots than prompts."""
+    fixed: dict[str, Any] = {"max_new_tokens": 6, "eos_token_id": [17, 99, 130], "batch_size": 3, "seed": 5}
+    return dec.generate(PROMPTS[:prompts], strategies=SHAPES[shape], draft_length="given", **fixed, **options)
+
+
+@pytest.mark.fast(5)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", PENALTIES)
+def test_options_of_processors_give_the_eager_outcome_when_recorded(
+    decoders: dict[str, specdec.SpeculativeDecoder], name: str, shape: str, temperature: float
+) -> None:
+    options = {"temperature": temperature, **PENALTIES[name]}
+    eager = penalised(decoders["eager"], shape, **options)
+    with replayed() as counts:
+        recorded = penalised(decoders["recorded"], shape, **options)
+    assert recorded.token_ids == eager.token_ids
+    assert recorded.stats.draft_tokens == eager.stats.draft_tokens
+    assert recorded.stats.accepted_tokens == eager.stats.accepted_tokens
+    assert counts["Verified"] == recorded.stats.verify_passes
+    if shape in ("chain", "p_min", "early-exit"):
+        assert counts["Proposal"] >= sum(c.n_call_draft for c in recorded.stats.counters.values()) > 0
+
+
+def test_options_of_processors_that_differ_take_turns(decoders: dict[str, specdec.SpeculativeDecoder]) -> None:
+    """What is fixed in a recording, and what comes to it anew: other ids of as many words need no other one."""
+    calls = [{"repetition_penalty": 1.2}, {"repetition_penalty": 1.9}, {"no_repeat_ngram_size": 2}]
+    calls += [{"no_repeat_ngram_size": 3}, {"bad_words_ids": [[9]]}, {"bad_words_ids": [[12]]}]
+    recorded = decoders["recorded"]
+    for call in calls:
+        made = recorded.target.recorded[0]
+        out = penalised(recorded, "lookup", 4, **call)
+        assert out.token_ids == penalised(decoders["eager"], "lookup", 4, **call).token_ids, call
+    assert recorded.target.recorded[0] == made  # other bad words, of which there are as many
+    penalised(recorded, "lookup", 4, **calls[0])
+    assert recorded.target.recorded[0] == made
+
+
+def first_numbers(self: KnownTexts, row: int, ids: Any, processors: Any, real: Any = KnownTexts.start) -> None:
+    real(self, row, ids, processors)
+    self.numbers[row] = self.numbers[0]
+
+
+# fault -> what is broken, and calls of which the last one shows it
+BROKEN: dict[str, tuple[type, str, Any, list[dict[str, Any]]]] = {
+    "emitted tokens are not written": (KnownTexts, "append", lambda self, tokens: None, [{"repetition_penalty": 1.6}]),
+    "drafted tokens are not written": (
+        Known, "grown", lambda self, tokens, lengths: self, [{"no_repeat_ngram_size": 1}],
+    ),
+    "every row has the first one's numbers": (KnownTexts, "start", first_numbers, [{"presence_penalty": 2.0}]),
+    "penalties are not told apart": (
+        Stage, "signature", (), [{"repetition_penalty": 1.01}, {"repetition_penalty": 1.6}],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_broken_texts_are_noticed_by_options_of_processors(
+    fault: str, decoders: dict[str, specdec.SpeculativeDecoder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, name, broken, calls = BROKEN[fault]
+    expected = penalised(decoders["eager"], "chain", **calls[-1])
+    recorded = decoders["recorded"]
+    recorded.target.pool.idle = recorded.draft.pool.idle = None
+    monkeypatch.setattr(owner, name, broken)
+    for call in calls:
+        out = penalised(recorded, "chain", **call)
+    recorded.target.pool.idle = recorded.draft.pool.idle = None  # with recordings of the fault
+    assert (out.token_ids, out.stats.accepted_tokens) != (expected.token_ids, expected.stats.accepted_tokens)
