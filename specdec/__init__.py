@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         TokenRecycling,
     )
     from specdec.drafters.costs import CostTable
+    from specdec.drafters.policies import LengthPolicy
     from specdec.errors import SpecdecError
     from specdec.models.fuse_projections import fuse_projections
     from specdec.models.loading import LoadedPair, load_pair
@@ -48,11 +49,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "STRATEGIES", "UNSET", "AcceptanceRule", "CostTable", "DFlash", "Draft", "DraftModel", "DraftRequest", "Drafter",
-    "Eagle3", "EarlyExit", "Generation", "GenerationRow", "GenerationSettings", "LoadedPair", "Lookahead",
-    "LookupCache", "Mtp", "NgramCache", "NgramMapK", "NgramMapK4V", "NgramMod", "NgramSimple", "PairConfig",
-    "PairReport", "PromptLookup", "Rest", "Results", "Round", "RunConfig", "SpecdecError", "SpeculativeDecoder",
-    "Stats", "Suffix", "SuffixStore", "TokenRecycling", "fuse_projections", "load_pair", "measure_costs",
-    "register_rule",
+    "Eagle3", "EarlyExit", "Generation", "GenerationRow", "GenerationSettings", "LengthPolicy", "LoadedPair",
+    "Lookahead", "LookupCache", "Mtp", "NgramCache", "NgramMapK", "NgramMapK4V", "NgramMod", "NgramSimple",
+    "PairConfig", "PairReport", "PromptLookup", "Rest", "Results", "Round", "RunConfig", "SpecdecError",
+    "SpeculativeDecoder", "Stats", "Suffix", "SuffixStore", "TokenRecycling", "fuse_projections", "load_pair",
+    "measure_costs", "register_rule",
 ]  # fmt: skip
 
 _HOMES = {
@@ -62,6 +63,7 @@ _HOMES = {
     "decoding.result": ("Generation", "GenerationRow", "Round"),
     "decoding.timing": ("measure_costs",),
     "drafters.costs": ("CostTable",),
+    "drafters.policies": ("LengthPolicy",),
     "errors": ("SpecdecError",),
     "models.fuse_projections": ("fuse_projections",),
     "models.loading": ("LoadedPair", "load_pair"),

@@ -75,6 +75,8 @@ class GenerationSettings:
     keep_state: reuse the K/V of earlier rows that a prompt extends.
     verify_width: tokens of a row, at least, that a verify pass takes, the newest included (None: 17 on a CPU, 16 on a
         GPU, or as many as a strategy's trees need); longer chains go in chunks. Exact mode has one width of its own.
+    length_policy: how long drafts are, in place of draft_length: a name of docs/automatic_length.md, with options
+        ("heuristic:start=3"), "my_module:Name", or a `specdec.LengthPolicy`.
     processors: other GenerationConfig fields by name.
     """
 
@@ -102,6 +104,7 @@ class GenerationSettings:
     verify_width: int | None = None
     order: Literal["given", "upstream"] = "given"
     draft_length: Literal["auto", "given"] | None = None
+    length_policy: Any = None
     costs: Any = None
     processors: Mapping[str, Any] = field(default_factory=dict)
 

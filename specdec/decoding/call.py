@@ -23,6 +23,7 @@ from specdec.drafters.base import DraftContext
 from specdec.drafters.chain import build_chain
 from specdec.drafters.costs import as_costs, costs_for
 from specdec.drafters.length import LengthController, automatic, unlimited
+from specdec.drafters.policies import LengthPolicy, PolicyLengths, draft_length, find_policy
 from specdec.errors import SpecdecError
 from specdec.files.own_code import code_hashes
 from specdec.models.kv_cache import KeptRows
@@ -54,9 +55,11 @@ class Call:
         self.rule = find_rule(settings.acceptance)
         self.exact = decoder.resolve_exact(settings.exact, drafters)
         self.settings = settings = replace(settings, seed=_fresh_seed(settings.seed))
-        self.automatic = automatic(drafters, settings.draft_length, default_chain)
+        self.policy = find_policy(settings.length_policy)
+        wanted = draft_length(self.policy, settings.draft_length)
+        self.automatic = automatic(drafters, wanted, default_chain)
         self.costs = None
-        if any(self.automatic):
+        if any(self.automatic) and not isinstance(self.policy, LengthPolicy):
             given = as_costs(settings.costs) or decoder.costs
             self.costs = costs_for(drafters, self.automatic, given, decoder.target, decoder.draft)
         stops = self._stop_rules()
@@ -164,12 +167,15 @@ class Call:
         drafters = [unlimited(d, longest) if a else d for d, a in zip(self.drafters, self.automatic, strict=True)]
         try:
             chain = build_chain(drafters, context)
+            if isinstance(self.policy, LengthPolicy):
+                chain.lengths = PolicyLengths(chain.drafters, self.policy, self.automatic, longest)
         except BaseException:  # a strategy may refuse the target; what was recorded for the cache is not lost
             target.pool.give_back(cache)
             raise
         if self.costs is not None:
             free = self.rule.keeps_text(self.sampling.greedy)  # so the text does not depend on drafts
-            chain.lengths = LengthController(chain.drafters, self.automatic, self.costs, shapes, self.batch, free)
+            kind = LengthController if self.policy in (None, "fixed") else self.policy
+            chain.lengths = kind(chain.drafters, self.automatic, self.costs, shapes, self.batch, free)
         self.reads_before = decoder.reader.count
         self.recorded_before = {role: r.recorded for role, r in decoder._runners().items()}
         self.started = time.perf_counter()

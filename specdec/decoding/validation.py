@@ -19,6 +19,7 @@ from specdec.decoding.acceptance import find_rule
 from specdec.drafters import make_drafters, tree_makers
 from specdec.drafters.costs import as_costs, check_costs
 from specdec.drafters.length import automatic
+from specdec.drafters.policies import LengthPolicy, draft_length, find_policy
 from specdec.errors import SpecdecError
 from specdec.files.texts import first_line
 from specdec.models.attention import check_attention
@@ -53,6 +54,7 @@ def check_generation(options: Mapping[str, Any]) -> GenerationSettings:
     settings = GenerationSettings.parse(options)
     find_rule(settings.acceptance)
     as_costs(settings.costs)
+    draft_length(find_policy(settings.length_policy), settings.draft_length)
     settings.check_ids()
     if settings.ignore_eos and settings.eos_token_id not in (UNSET, None):
         raise SpecdecError(
@@ -79,8 +81,10 @@ def check_chain(strategies: Sequence[Any], has_draft: bool, settings: Generation
     rule = find_rule(settings.acceptance)
     if trees and rule.pick_child is None:
         raise SpecdecError(f"acceptance {rule.name!r} judges chains only, and strategy {trees[0]!r} can make trees")
-    lengths = automatic(drafters, settings.draft_length, default_chain=False)
-    check_costs(drafters, lengths, as_costs(settings.costs))
+    policy = find_policy(settings.length_policy)
+    lengths = automatic(drafters, draft_length(policy, settings.draft_length), default_chain=False)
+    if not isinstance(policy, LengthPolicy):
+        check_costs(drafters, lengths, as_costs(settings.costs))
 
 
 def check_loading(models: PairConfig) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.errors import SpecdecError
 from specdec.models.passes import ALL_LAYERS
 from specdec.models.trees import depths_of
 from specdec.sampling.sampling import Purpose, Sampling
@@ -307,6 +308,14 @@ class Drafter:
     def step_share(self) -> float:
         """Part of a plain target pass that a draft step takes, if it runs a model other than the draft model."""
         return 0.1
+
+    def stop_by(self, rule: Any, levels: Mapping[int, float]) -> None:
+        """End drafts by a length policy's rule (draft_model/core.py `StopRule`); levels: row -> threshold, kept up to
+        date by the policy. Raises SpecdecError if the strategy has no draft steps that it could end."""
+        raise SpecdecError(
+            f"strategy {self.name!r} has no draft steps that length_policy could end: choose one that looks at the "
+            "past alone, such as heuristic, goodput or auto"
+        )
 
     def steps(self, k: int) -> int:
         """Return the passes that are run to draft k tokens."""

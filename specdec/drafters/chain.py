@@ -31,6 +31,7 @@ from specdec.stats import Counters
 
 if TYPE_CHECKING:
     from specdec.drafters.length import LengthController
+    from specdec.drafters.policies import PolicyLengths
 
 UPSTREAM_ORDER = (
     "ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache", "draft-model", "eagle3",
@@ -51,7 +52,7 @@ class Chain:
         self.winner: dict[int, int] = {}
         self.unsettled: set[int] = set()
         self.drafted: dict[int, int] = {}  # row -> tokens of its open round's draft
-        self.lengths: LengthController | None = None  # automatic draft length, if any strategy has it
+        self.lengths: LengthController | PolicyLengths | None = None  # if any strategy's draft length is chosen
 
     def begin(self, row: int, prompt: Tokens) -> None:
         """Tell every strategy that `row` starts from `prompt` (without its newest token)."""

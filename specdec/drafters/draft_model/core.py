@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -38,15 +38,36 @@ from specdec.sampling.texts import Drafted, Known
 RECORDED_STEPS = (1, 2, 3, 5, 8, 12, 16, 24, 32, 48, 64)
 CATCH_UP = 16  # a longer gap is prefilled; a shorter one is fed by the first draft pass
 # Columns of `StepInputs.table`; the tokens to catch up with follow.
-STARTS, COUNTS, KEYS, POSITIONS, TOKENS = range(5)
+STARTS, COUNTS, KEYS, POSITIONS, LEVELS, TOKENS = range(6)
+LEVEL_UNIT = 1e6  # thresholds are whole numbers of its inverse
+
+
+class StopRule(Protocol):
+    """When a length policy ends a draft: where `score` falls below the row's threshold (`DraftCore.levels`). Hashable.
+
+    product: the product of all scores so far is compared
+    after: the token at which the score falls is still proposed; such a rule may look at it
+    """
+
+    product: bool
+    after: bool
+
+    def score(self, q: Tensor, token: Tensor | None) -> Tensor:
+        """Score a position, [B].
+
+        q [B, V]: the draft's distribution at T = 1, before processors
+        token [B]: the sampled token, shown to a rule with `after` only
+        """
+        ...
 
 
 class Stops(NamedTuple):
-    """When a draft ends before its k tokens: parameters of `DraftModel`."""
+    """When a draft ends before its k tokens: parameters of `DraftModel`, and the rule of a length policy."""
 
     p_min: float
     n_min: int
     top_n: int | None
+    rule: StopRule | None = None
 
 
 class StepsKey(NamedTuple):
@@ -56,7 +77,7 @@ class StepsKey(NamedTuple):
     steps: tokens to draft
     sampled: tokens are sampled from q, with streams of `purpose`; else they are its argmax
     scores: signature of the pipeline to scores
-    p_min, n_min, top_n: as in `DraftModel`
+    p_min, n_min, top_n, rule: as in `Stops`
     vocab_size: the target's
     feeds_last: the last drafted token is fed as well
     """
@@ -69,6 +90,7 @@ class StepsKey(NamedTuple):
     p_min: float
     n_min: int
     top_n: int | None
+    rule: StopRule | None
     vocab_size: int
     feeds_last: bool = False
 
@@ -81,7 +103,7 @@ class StepsKey(NamedTuple):
 class StepInputs(Buffers):
     """What draft steps are given.
 
-    table [B, 4 + W]: STARTS ... POSITIONS (of the first drafted token), and tokens to catch up with
+    table [B, 5 + W]: STARTS ... POSITIONS (of the first drafted token), thresholds, and tokens to catch up with
     known: the rows' texts, for processors that read them
     """
 
@@ -90,7 +112,7 @@ class StepInputs(Buffers):
 
     @property
     def numbers(self) -> Tensor:
-        """STARTS ... POSITIONS, [4, B]."""
+        """STARTS ... LEVELS, [5, B]."""
         return self.table[:, :TOKENS].T
 
     @property
@@ -154,6 +176,7 @@ class DraftCore:
         self.moves: list[tuple[int, int, int]] = []
         self.source: Tensor | None = None  # [V]: the draft's id of each of the target's, -1 = none; None: the same
         self.passes = 0  # so far, without prefill
+        self.levels: Mapping[int, float] = {}  # row -> threshold of a length policy
         self.clock = Clock(runner.device)
 
     def cost(self) -> tuple[int, float]:
@@ -281,6 +304,7 @@ class DraftCore:
         host[:, STARTS], host[:, COUNTS], host[:, TOKENS:] = starts, counts, tokens
         for r in requests:
             host[r.row, KEYS], host[r.row, POSITIONS] = stream_of(r), r.known
+            host[r.row, LEVELS] = round(LEVEL_UNIT * self.levels.get(r.row, 0.0))
         reach = max(s + c for s, c in zip(starts, counts, strict=True)) + k - 1 + self.feeds_last
         key = self.key_of(sampling, tokens.shape[1], reach, k, stops, vocab_size)._replace(feeds_last=self.feeds_last)
         columns = key.first.kv_len if self.source is None else max(r.known for r in requests) + k
@@ -321,15 +345,21 @@ class DraftCore:
         tokens: list[Tensor] = []
         q: list[Tensor] = []
         keeps: list[Tensor] = []
+        likely, ended = torch.ones_like(length, dtype=torch.float32), torch.zeros_like(length, dtype=torch.bool)
         for i in range(key.steps):
             logits = self._in_target(logits, key.vocab_size)
             token, sound, q_i = self._choose(key, sampling, logits, texts, numbers, i)
             tokens.append(token)
             texts = None if texts is None else texts.after(token)
             q += [q_i] if q_i is not None else []
-            if key.p_min:
-                # A broken draft proposes nothing; without p_min it proposes what will be rejected.
+            if key.p_min or key.rule is not None:
+                # A broken draft proposes nothing; without a stop it proposes what will be rejected.
                 keep = sound & _keep(key, logits, i)
+                if key.rule is not None:
+                    score, likely = _score(key.rule, logits, token, likely)
+                    low = score < numbers[LEVELS] / LEVEL_UNIT
+                    keep = keep & ~(ended if key.rule.after else low & (not key.sampled or i >= key.n_min))
+                    ended = ended | low
                 keeps.append(keep & keeps[-1] if keeps else keep)
             if i + 1 == key.steps or (keeps and self._all_stopped(keeps[-1], requests)):
                 break
@@ -450,8 +480,21 @@ def _keep(key: StepsKey, logits: Tensor, i: int) -> Tensor | bool:
     """The stop rule: True [B] where position i is proposed, by q_i alone and never by the sampled token."""
     if key.sampled and i < key.n_min:
         return True
+    if not key.p_min:
+        return True
     best = logits.float() if key.top_n is None else logits.float().topk(min(key.top_n, logits.shape[-1])).values
     return torch.softmax(best, dim=-1).amax(dim=-1) >= key.p_min
+
+
+def _score(rule: StopRule, logits: Tensor, token: Tensor, likely: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what a stop rule compares with its threshold, [B], and the product so far, [B].
+
+    Only a rule that stops after a sampled token is shown it: otherwise the draft's length would depend on what it ends
+    with, and the text would not be the target's under leviathan.
+    """
+    q = torch.softmax(logits.float(), dim=-1)
+    score = rule.score(q, token if rule.after else None)
+    return (likely * score if rule.product else score), likely * score
 
 
 def _following(token: Tensor, slots: Tensor, counts: Tensor, end: int, width: int) -> tuple[Tensor, Tensor]:

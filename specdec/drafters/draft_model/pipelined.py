@@ -137,5 +137,5 @@ def _caught_up(table: Tensor, draft: Tensor, accepted: Tensor, token: Tensor, wi
     start = torch.where(active, size + torch.minimum(accepted, drafted - 1), 0)
     count = torch.where(active, 1 + whole.long(), 0)
     fed = torch.stack([torch.where(whole, last, token), torch.where(whole, token, 0)], dim=1)
-    numbers = torch.stack([start, count, table[:, STREAM], size + accepted + 1], dim=1)
+    numbers = torch.stack([start, count, table[:, STREAM], size + accepted + 1, torch.zeros_like(size)], dim=1)
     return torch.cat([numbers, F.pad(fed, (0, width - 2))], dim=1)

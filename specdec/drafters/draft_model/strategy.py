@@ -16,7 +16,7 @@ from torch import Tensor
 from specdec.config import check_number, check_whole
 from specdec.drafters.base import Draft, DraftContext, Drafter, DraftRequest, Tokens, empty_like
 from specdec.drafters.best_tree import TreeSize
-from specdec.drafters.draft_model.core import DraftCore, Proposal, Stops
+from specdec.drafters.draft_model.core import DraftCore, Proposal, StopRule, Stops
 from specdec.drafters.draft_model.intersection import IntersectingDrafter
 from specdec.drafters.draft_model.pipelined import Ahead, go_ahead, possible, take
 from specdec.drafters.draft_model.translation import TranslatingDrafter
@@ -139,7 +139,13 @@ class DraftModel(Drafter):
     _context: DraftContext = field(init=False, repr=False, compare=False)
     _core: DraftCore = field(init=False, repr=False, compare=False)
     _proposal: Proposal | None = field(init=False, repr=False, compare=False, default=None)  # this round's
+    _rule: StopRule | None = field(init=False, repr=False, compare=False, default=None)
     _ahead: Ahead | None = field(init=False, repr=False, compare=False, default=None)  # the next round's
+
+    def stop_by(self, rule: Any, levels: Mapping[int, float]) -> None:
+        if self.makes_trees or not hasattr(self._core, "levels"):
+            return super().stop_by(rule, levels)
+        self._rule, self._core.levels = rule, levels
 
     def steps(self, k: int) -> int:
         return self._core.recorded_steps(k, self.n_max or k)
@@ -199,4 +205,4 @@ class DraftModel(Drafter):
 
     @property
     def _stops(self) -> Stops:
-        return Stops(self.p_min or 0.0, self.n_min or 0, self.top_n)
+        return Stops(self.p_min or 0.0, self.n_min or 0, self.top_n, self._rule)

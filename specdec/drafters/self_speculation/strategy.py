@@ -16,7 +16,7 @@ less is computed. Where a row has no such draft, the pass runs all layers for al
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -60,6 +60,7 @@ class EarlyExit(Drafter):
 
     _adapter: ExitAdapter | None = field(init=False, repr=False, compare=False, default=None)
     _core: SharedCore = field(init=False, repr=False, compare=False)
+    _rule: Any = field(init=False, repr=False, compare=False, default=None)
     _vocab_size: int = field(init=False, repr=False, compare=False, default=0)
 
     def __post_init__(self) -> None:
@@ -120,6 +121,9 @@ class EarlyExit(Drafter):
         made._vocab_size = context.vocab_size
         return made
 
+    def stop_by(self, rule: Any, levels: Mapping[int, float]) -> None:
+        self._rule, self._core.levels = rule, levels
+
     @property
     def step_share(self) -> float:
         layers = self._core.runner.layer_count
@@ -144,7 +148,7 @@ class EarlyExit(Drafter):
         if not work:
             return empty_like(requests)
         steps = self._core.recorded_steps(max(limits.values()), self.n_max)
-        stops = Stops(self.p_min, self.n_min, self.top_n)
+        stops = Stops(self.p_min, self.n_min, self.top_n, self._rule)
         proposal = self._core.propose(work, steps, stops, self._vocab_size)
         drafts = {r.row: proposal.draft(r.row, limits[r.row], self.name) for r in work}
         if proposal.states is not None:

@@ -1,0 +1,216 @@
+"""Length policies: texts are plain decoding's, samples follow the target's distribution, and what each one does."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from specdec import CostTable, DraftModel, DraftRequest, EarlyExit, LengthPolicy, SpecdecError, SpeculativeDecoder
+from specdec.decoding.result import Generation
+from specdec.drafters import policies
+from specdec.drafters.draft_model import core
+from specdec.drafters.policies import AdaEDL, Classifier, Confidence, Goodput, Heuristic, features, find_policy
+from specdec.research.offline.fit_stop import fit_stop
+from specdec.research.traces.trace import record
+from tests.helpers.laws import cell, fit, samples, small_model, three_token_law
+from tests.helpers.playing import weaker
+from tests.helpers.scripted import SHAPES, ScriptedModel
+from tests.helpers.tiny import tiny_model
+
+V = 13
+PROMPT, PROMPTS = [5, 7, 5, 7, 5], [[5, 7, 5, 7, 5], [1], [2, 3, 4, 2, 3]]
+CHEAP = CostTable((((1.0, 1.2),),), (((0.02, 0.04),),), widths=(1, 17))
+ALL: list[Any] = [
+    "auto", "goodput", "heuristic", "confidence:threshold=0.2", "adaedl:threshold=0.2",
+    "classifier:weights=[1.0,1.0,1.0]",
+]  # fmt: skip
+
+
+def decoder() -> SpeculativeDecoder:
+    target = small_model(3, V)
+    return SpeculativeDecoder(target, weaker(target, 0.3), strategies=[DraftModel()], check=False, costs=CHEAP)
+
+
+@pytest.mark.parametrize("policy", ALL)
+def test_text_is_plain_decodings(policy: str) -> None:
+    pair = decoder()
+    plain = pair.generate(PROMPTS, 24, strategies=[])
+    out = pair.generate(PROMPTS, 24, length_policy=policy, batch_size=2)
+    assert out.token_ids == plain.token_ids
+    assert out.stats.accepted_tokens > 0
+    assert len({r.drafted for row in out.stats.rows for r in row}) > 2
+
+
+def test_fixed_is_the_strategys_own_length() -> None:
+    pair = decoder()
+    fixed = pair.generate(PROMPTS, 24, length_policy="fixed")
+    assert [list(map(tuple, row)) for row in fixed.stats.rows] == [
+        list(map(tuple, row)) for row in pair.generate(PROMPTS, 24, draft_length="given").stats.rows
+    ]
+
+
+# -- samples follow the target's distribution ------------------------------------------------------------------------
+
+
+def sample(policy: Any, n: int) -> Generation:
+    """n samples of three tokens under leviathan, from a draft with peaks in other places than the target's."""
+    draft = small_model(1, V)
+    with torch.no_grad():
+        draft.lm_head.weight.mul_(3.0)
+    pair = SpeculativeDecoder(small_model(3, V), draft, check=False)
+    options: dict[str, Any] = {"temperature": 0.8, "acceptance": "leviathan", "keep_state": True}
+    pair.generate(PROMPT, 1, strategies=[], **options)
+    return pair.generate(
+        PROMPT, 3, strategies=[DraftModel()], num_return_sequences=n, batch_size=1000, length_policy=policy, **options
+    )
+
+
+def law(out: Generation) -> Any:
+    return fit(cell(out.token_ids, V), three_token_law(small_model(3, V), PROMPT, 0.8))
+
+
+STOPS = {
+    "heuristic": Heuristic(start=1),
+    "confidence": Confidence(0.5),
+    "adaedl": AdaEDL(threshold=0.45, step=0.3),
+    "classifier": Classifier((0.5, 1.0, 1.0), stop=0.6),
+}
+
+
+@pytest.mark.fast(1, again=True)
+@pytest.mark.parametrize("name", STOPS)
+def test_samples_follow_the_targets_distribution(name: str, record_property: Any) -> None:
+    out = sample(STOPS[name], samples(6_000, 2_000))
+    result = law(out)
+    record_property("fit", str(result))
+    assert result.holds, str(result)
+    assert len({r.drafted for row in out.stats.rows for r in row}) > 1  # drafts did end early
+
+
+@dataclass(frozen=True)
+class DropsWhatItSaw:
+    """The broken twin of `confidence`: the unlikely token itself is taken back."""
+
+    product: bool = False
+    after: bool = False
+
+    def score(self, q: Tensor, token: Tensor | None) -> Tensor:
+        assert token is not None
+        return q.gather(-1, token[:, None])[:, 0]
+
+
+def test_a_stop_that_takes_back_the_sampled_token_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    score = core._score
+
+    def showing(rule: Any, logits: Tensor, token: Tensor, likely: Tensor) -> tuple[Tensor, Tensor]:
+        if isinstance(rule, DropsWhatItSaw):
+            return rule.score(torch.softmax(logits.float(), dim=-1), token), likely
+        return score(rule, logits, token, likely)
+
+    monkeypatch.setattr(core, "_score", showing)
+    monkeypatch.setattr(policies, "_TokenProbability", DropsWhatItSaw)
+    assert not law(sample(Confidence(0.5), 2_000)).holds
+
+
+def test_a_rule_that_stops_before_a_token_is_not_shown_it() -> None:
+    seen: list[bool] = []
+
+    class Looks:
+        product, after = False, False
+
+        def score(self, q: Tensor, token: Tensor | None) -> Tensor:
+            seen.append(token is not None)
+            return torch.ones(len(q))
+
+    logits, token = torch.zeros(1, V), torch.zeros(1, dtype=torch.int64)
+    core._score(Looks(), logits, token, torch.ones(1))
+    Looks.after = True
+    core._score(Looks(), logits, token, torch.ones(1))
+    assert seen == [False, True]
+
+
+# -- what each one does ----------------------------------------------------------------------------------------------
+
+
+def test_the_heuristic_counts_as_transformers_does() -> None:
+    policy = Heuristic(start=3)
+    policy.begin(0)
+    told = ((3, False, 5), (2, True, 4), (0, True, 3), (0, True, 2), (0, True, 1), (0, True, 1))
+    for accepted, rejected, then in told:
+        policy.learn(0, accepted, rejected)
+        assert policy.length(0, 16) == then
+
+
+def test_the_entropy_bound_and_its_threshold() -> None:
+    policy = AdaEDL()
+    policy.begin(0)
+    flat, sure = torch.full((1, 4), 0.25), torch.eye(4)[:1]
+    entropy = float(torch.log(torch.tensor(4.0)))
+    assert policy.rule.score(flat, None).item() == pytest.approx(1 - (0.2 * entropy) ** 0.5)
+    assert policy.rule.score(sure, None).item() == 1.0
+    policy.learn(0, 0, True)
+    assert policy.levels[0] == pytest.approx(0.001)  # too little was accepted: it stops sooner
+    policy.learn(0, 8, False)
+    policy.learn(0, 8, False)
+    policy.learn(0, 8, False)
+    policy.learn(0, 8, False)
+    assert policy.levels[0] < 0.003
+
+
+def test_a_trained_classifier_knows_confident_drafts_from_others() -> None:
+    trace = record(decoder(), PROMPTS, max_new_tokens=60, top=2, temperature=1.0, strategies=["draft-model:n_max=6"])
+    policy = fit_stop(trace)
+    sure, unsure = (policy.rule.score(torch.tensor([q]), None).item() for q in ([0.9, 0.1, 0.0], [0.3, 0.3, 0.4]))
+    assert 0 < unsure < sure < 1
+    assert [float(x) for x in features(torch.tensor([0.5, 0.2]))] == pytest.approx([1.0, -0.6931, 0.3], abs=1e-4)
+    with pytest.raises(SpecdecError, match="fit_stop needs"):
+        fit_stop(record(decoder(), PROMPTS, max_new_tokens=8))
+
+
+def test_goodput_pools_the_rows_of_a_batch_and_has_no_budget() -> None:
+    for together in (True, False):
+        controller = Goodput([ScriptedModel([], CHEAP)], [True], CHEAP, SHAPES, 2, together)
+        asked = [DraftRequest(i, np.arange(40), 40, 20, 40) for i in range(2)]
+        controller.open(asked)
+        before = [controller._of(0, request).tokens(4)[4] for request in asked]
+        controller.accept(0, 0, 0, 4)
+        assert (controller._of(0, asked[1]).tokens(4)[4] < before[1]) == together
+        assert controller.budget[1] == math.inf
+    assert find_policy("goodput") is Goodput
+
+
+def test_early_exit_stops_and_a_lookup_does_not() -> None:
+    deep = SpeculativeDecoder(tiny_model("llama", num_hidden_layers=2), check=False)
+    chain = [EarlyExit(layers=1, n_max=8)]
+    early = deep.generate(PROMPTS, 24, strategies=chain, length_policy="confidence:threshold=0.05")
+    assert early.token_ids == deep.generate(PROMPTS, 24, strategies=[]).token_ids
+    assert len({r.drafted for row in early.stats.rows for r in row}) > 2
+    assert deep.generate(PROMPTS, 24, strategies=["prompt-lookup"], length_policy="heuristic").stats.draft_tokens > 0
+    with pytest.raises(SpecdecError, match="'prompt-lookup' has no draft steps"):
+        deep.generate(PROMPTS, 24, strategies=["prompt-lookup"], length_policy="adaedl")
+
+
+class Two(LengthPolicy):
+    """A policy of a user's own."""
+
+    def length(self, row: int, longest: int) -> int:
+        return 2
+
+
+def test_ones_own_policy_and_bad_ones() -> None:
+    out = decoder().generate(PROMPTS, 24, length_policy=f"{__name__}:Two")
+    assert {r.drafted for row in out.stats.rows for r in row[:-3]} <= {1, 2}
+    for value, part in (
+        ("heuristics", "heuristic"), (3, "give a name"), ("auto:x=1", "no options"), ("heuristic:start=0", "start"),
+        ("classifier", "three weights"), (f"{__name__}:decoder", "no specdec.LengthPolicy"),
+    ):  # fmt: skip
+        with pytest.raises(SpecdecError, match=part):
+            find_policy(value)
+    with pytest.raises(SpecdecError, match="leave draft_length out"):
+        decoder().generate(PROMPT, 4, length_policy="auto", draft_length="auto")
