@@ -11,7 +11,8 @@ import pytest
 
 from specdec import DraftRequest, SpecdecError, SpeculativeDecoder, SuffixStore
 from specdec.drafters.base import Draft, DraftContext
-from specdec.drafters.rest import Rest, documents
+from specdec.drafters.corpus import documents
+from specdec.drafters.rest import Rest
 from specdec.models.trees import depths_of, path_to
 from tests.helpers.playing import check_counts, quoting_ids, random_ids
 from tests.helpers.tiny import tiny_model
@@ -113,7 +114,7 @@ def test_a_corpus_by_name_helps_and_is_read_once(tmp_path: Path, monkeypatch: py
     out = decoder.generate([[50, 51]], 12, strategies=chain)
     assert out.token_ids == plain.token_ids
     assert out.stats.rounds < 6
-    monkeypatch.setattr("specdec.drafters.rest.documents", lambda path: pytest.fail("read again"))
+    monkeypatch.setattr("specdec.drafters.corpus.documents", lambda path: pytest.fail("read again"))
     assert decoder.generate([[50, 51]], 12, strategies=chain).token_ids == plain.token_ids
 
 
