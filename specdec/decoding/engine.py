@@ -137,8 +137,10 @@ class Engine:
             verdict = result.verdict(slot, draft.drafter)
             if row.note(verdict, result.parents_of(slot, draft), result.draft[slot]):
                 self.chain.settle(slot, row.drafted)
-            emitted = self._take(row, verdict)
-            result.note_tokens(slot, row, len(emitted))
+            try:
+                emitted = self._take(row, verdict)
+            finally:  # a stopping criterion may be interrupted among the tokens
+                result.note_tokens(slot, row, row.size - 1 - start)
             taken[slot] = start + 1, emitted
             if verdict.status == "continues" and row.finish_reason is None:
                 row.pending = draft.rest(len(verdict.path), verdict.total)
