@@ -2,7 +2,8 @@
 
 specdec ablate configs/figures.yaml --out runs/figures
 specdec ablate configs/context.yaml --out runs/context
-python scripts/make_figures.py --keep runs       # results/figures.* and results/context.* from there, then draw
+specdec ablate configs/baselines.yaml --out runs/baselines
+python scripts/make_figures.py --keep runs       # results/figures.*, context.*, baselines.* of those there, then draw
 python scripts/make_figures.py                   # draw what is in results/
 python scripts/write_results.py                  # the captions
 """
@@ -23,13 +24,20 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS, IMAGES = ROOT / "results", ROOT / "docs" / "images"
 SOURCES = {plot.__name__: "context" if plot is plots.context_curve else "figures" for plot in plots.PLOTS.values()}
 KEPT = ("date", "commit", "versions", "machine", "rows", "gate")
+BASELINES = "baselines"  # whose figures are a table in docs/validation.md, and one plot
+SHOWN = ("tokens_per_round", "conditional_acceptance_rate", "draft_acceptance_rate", "distance", "lossy", "prompts")
 
 
 def keep(runs: Path) -> None:
     """Take the tables of finished ablations, and what they were made with."""
-    for name in dict.fromkeys(SOURCES.values()):
+    for name in dict.fromkeys((*SOURCES.values(), BASELINES)):
+        if not (runs / name).is_dir():
+            continue
         summary = json.loads((runs / name / SUMMARY).read_text(encoding="utf-8"))
         kept = {"config": f"configs/{name}.yaml", **{key: summary[key] for key in KEPT}}
+        if name == BASELINES:
+            settings = {n: e for n, e in summary["settings"].items() if e["drafts"]}
+            kept["settings"] = {n: {key: e[key] for key in SHOWN} for n, e in settings.items()}
         write_json(RESULTS / f"{name}.json", kept)
         shutil.copyfile(runs / name / TABLE, RESULTS / f"{name}.parquet")
 
@@ -39,6 +47,8 @@ def draw(folder: Path) -> None:
     for plot in plots.PLOTS.values():
         figure = plot(RESULTS / f"{SOURCES[plot.__name__]}.parquet")
         figure.savefig(folder / f"plot_{plot.__name__}.png", dpi=80)
+    if (RESULTS / f"{BASELINES}.parquet").is_file():
+        plots.cost_acceptance_pareto(RESULTS / f"{BASELINES}.parquet").savefig(folder / "plot_baselines.png", dpi=80)
 
 
 def main() -> None:

@@ -328,6 +328,22 @@ def block_verification_block(result: Result) -> str:
     return "\n\n".join([f"{head} {said}", fresh, parts[0], whole, parts[1]])
 
 
+def baselines_block(result: Result) -> str:
+    """Every baseline in one table and one plot."""
+    names = ("tokens_per_round", "conditional_acceptance_rate", "draft_acceptance_rate")
+    rows = []
+    for name, entry in result["settings"].items():
+        distance = interval(entry["distance"], 3) if entry["lossy"] else "-"
+        rows.append([name, *(interval(entry[n]) for n in names), distance])
+    prompts, gate = max(e["prompts"] for e in result["settings"].values()), result["gate"]
+    said = (
+        f"{made_with(result, 'specdec ablate')} {prompts} prompts; {gate['compared'] - len(gate['differing'])} of "
+        f"{gate['compared']} comparable rows have plain decoding's text."
+    )
+    heads = ["setting", "tokens/round", "accepted per tested", "accepted per drafted", "distance to p (lossy rules)"]
+    return f"{said}\n\n{markdown(heads, rows)}\n\n![cost and acceptance of the baselines](images/plot_baselines.png)"
+
+
 def alpha_block(result: Result) -> str:
     """Leviathan's alpha and formula against runs."""
     heads = (
@@ -403,6 +419,7 @@ BLOCKS = [
     Block("docs/automatic_length.md", ["auto_length_simulated", "auto_length_cpu"], each(length_block)),
     Block("docs/speed.md", ["graphs_h100"], each(speed_block)),
     Block("docs/models.md", ["models"], each(models_block)),
+    Block("docs/validation.md", ["baselines"], each(baselines_block), "baselines"),
     Block("docs/validation.md", ["block_verification"], each(block_verification_block), "block"),
     Block("docs/validation.md", ["spec_bench_smollm2", "spec_bench_embedded"], each(spec_bench_block), "spec-bench"),
     Block("docs/validation.md", ["alpha"], each(alpha_block), "alpha"),
