@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import json
 import random
 from typing import Any
 
 import pytest
+from rich.console import Console
+from typer.testing import CliRunner
 
 from specdec import Results
+from specdec.cli import app, output
 from specdec.errors import SpecdecError
 from specdec.research.ablation import plots
 from specdec.research.ablation.summary import summarise
@@ -94,6 +99,29 @@ def test_every_table_and_plot_marks_loops_and_only_them(rows: list[Any]) -> None
     assert "in loops" not in Results.load(straight).by("strategy").text_table().heads
     with pytest.raises(SpecdecError, match="every text"):
         summarise([r for r in rows if r["prompt"] == "b"], drop_loops=True)
+
+
+def test_demo_and_generate_say_it_below_the_text() -> None:
+    console = Console(record=True, width=120, file=io.StringIO())
+    output.print_loops(console, [[7] * 8, list(range(8))])
+    assert console.export_text().startswith("50% of the tokens are in loops")
+    output.print_loops(console, [list(range(8))])
+    assert console.export_text() == ""
+
+
+@pytest.mark.full
+def test_compare_marks_loops_and_drops_them() -> None:
+    prompts = ["--prompt", "import unittest\n", "--prompt", DEMO.prompts[1]]
+    call = ["compare", "--target", "demo-target", "--draft", "demo-draft", "--strategy", "suffix", *prompts]
+    marked = CliRunner().invoke(app, [*call, "--max-new-tokens", "48"])
+    assert marked.exit_code == 0, marked.output
+    assert "in loops" in marked.stdout
+    assert "2 of 4 texts are loops" in " ".join(marked.stdout.split())
+    dropped = json.loads(CliRunner().invoke(app, [*call, "--max-new-tokens", "48", "--drop-loops", "--json"]).stdout)
+    assert dropped["dropped_loops"] == 4  # plain decoding's of both pairs included
+    assert [c["looped_rows"] for c in dropped["candidates"]] == [0, 0]
+    assert [c["prompts"] for c in dropped["candidates"]] == [1, 1]
+    assert dropped["gate"]["compared"] == 4
 
 
 @pytest.mark.full

@@ -56,6 +56,7 @@ def test_every_turn_is_a_prompt_of_its_conversation(talks: str) -> None:
     assert len(by_turn(load_prompts("spec-bench", turns="all"))) == 560
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("chat", [False, True])
 def test_later_turns_have_the_settings_own_answers_in_their_context(chat: bool, talks: str, tmp_path: Path) -> None:
     pair = save_pair(tmp_path)
@@ -89,6 +90,7 @@ def test_later_turns_have_the_settings_own_answers_in_their_context(chat: bool, 
     assert [r["turn"] for r in Results.load(tmp_path / "out").by("turn").rows] == [1, 2, 3]
 
 
+@pytest.mark.full
 def test_a_batch_and_a_shard_hold_whole_conversations(pair: dict[str, str], talks: str, tmp_path: Path) -> None:
     made = config(pair, talks, generation={"max_new_tokens": 4, "batch_size": 2})
     for shard in ("0/2", "1/2"):
