@@ -109,16 +109,17 @@ def outcome(dec: specdec.SpeculativeDecoder, feature: str) -> tuple[str, Any]:
     with replayed() as counts:
         out: Any = record(dec, prompts, **options) if traced else dec.generate(prompts, **options)
     stats = out.stats if traced else out.stats.to_dict()
+    text = [r.tokens for r in out.rounds] if traced else out.token_ids
     after = [r.graphs.recorder.replays for r in runners]
     passes, drafts = (b - a for a, b in zip(before, after, strict=True)) if runners else (0, 0)
     verify = "recorded" if counts["Verified"] == stats["verify_passes"] else "passes alone" if passes else "eager"
     if not stats["draft_passes"]:
-        return verify, out.token_ids
+        return verify, text
     whole = sum(counts[name] for name in ("Proposal", "Tree", "PlannedTrees"))
     calls = sum(c["n_call_draft"] for name, c in stats["strategies"].items() if name != "prompt-lookup")
     alone = drafts or passes > counts["Verified"] + whole
     draft = "recorded" if whole >= calls and whole else "passes alone" if alone else "eager"
-    return verify if draft == verify else f"verify {verify}, draft {draft}", out.token_ids
+    return verify if draft == verify else f"verify {verify}, draft {draft}", text
 
 
 def row(feature: str, cells: list[str]) -> str:
