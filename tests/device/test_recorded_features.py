@@ -54,6 +54,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "`translate`": {"strategies": ["draft-model:n_max=3:translate=true"]},
     "lookup: prompt-lookup, ngram-*, suffix, rest": {"strategies": ["prompt-lookup"]},
     "recycling": {"strategies": ["recycling:nodes=8"]},
+    "lookahead": {"strategies": ["lookahead"]},
     "early-exit": {"strategies": ["early-exit:layers=1:n_max=2"]},
     "eagle3, chains": {"strategies": [specdec.Eagle3(random_head(**HEAD), n_max=3)]},
     "eagle3, `nodes`": {"strategies": [specdec.Eagle3(random_head(**HEAD), nodes=6, top_k=2, depth=2)]},
@@ -159,6 +160,9 @@ def test_the_document_says_what_is_recorded(feature: str, recorded: specdec.Spec
 
 def test_the_document_names_every_feature_and_no_other() -> None:
     assert list(documented())[1:] == list(FEATURES)
+    need_folders = {"dflash", "mtp"}
+    names = " ".join(FEATURES).replace("ngram-*", "ngram-simple ngram-map-k ngram-map-k4v ngram-mod ngram-cache")
+    assert {name for name in specdec.STRATEGIES if name not in names} == need_folders
 
 
 COMPILED = (
