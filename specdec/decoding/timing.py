@@ -7,6 +7,7 @@ Used for measured cost tables (`measure_costs`) and for estimates (research/offl
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 Cell = tuple[str, int, int, int]  # role, batch, context, width
 STEPS = 5  # tokens of the draft whose steps are timed
 TOKEN = 0  # every token of the text
+LIMIT = 2.5  # seconds of `measure_costs` after which no turn is begun
 
 
 class Passes:
@@ -73,9 +75,13 @@ class Passes:
             if fed not in made:
                 made[fed] = self.verify(context, width)
             cells["target", self.batch, context, width] = made[fed]
-            if self.core is not None:
-                one = self.draft(context, width, 1) if width > 1 else self.draft(context, 1, STEPS) / STEPS
-                cells["draft", self.batch, context, width] = one
+        if self.core is not None:
+            step = self.draft(context, 1, STEPS) / STEPS
+            two = max(step, self.draft(context, 2, STEPS) - (STEPS - 1) * step)
+            plain = cells["target", self.batch, context, 1]
+            for width in widths:  # wider ones are rare: they are to a step what the target's are to its own
+                wider = cells["target", self.batch, context, width] / plain
+                cells["draft", self.batch, context, width] = step if width == 1 else max(two, step * wider)
         return cells
 
     def verify(self, context: int, width: int) -> float:
@@ -124,27 +130,32 @@ def _longest(widths: Sequence[int]) -> int:
 
 def measure_passes(
     decoder: SpeculativeDecoder, batches: Sequence[int], contexts: Sequence[int], widths: Sequence[int], repeats: int,
-    progress: Callable[[str], None] = lambda what: None,
+    progress: Callable[[str], None] = lambda what: None, limit: float = math.inf,
 ) -> dict[Cell, float]:  # fmt: skip
     """Time every cell over `repeats` turns; returns median seconds.
 
     Each turn times every pass once, so that what slows the machine down for a while slows all alike.
     "target": verify passes; widths that a call feeds through the same pass (in exact mode all) are timed once.
-    "draft": width 1, a step: its share of a draft of STEPS tokens; width w, a draft of one token that feeds w.
+    "draft": width 1, a step: its share of a draft of STEPS tokens; width 2, its first step if it catches up with two
+    tokens; others in proportion to the target's passes.
+    limit: seconds after which no turn is begun, if one was measured.
     """
     with decoder.working():
-        return _measured(decoder, batches, contexts, widths, repeats, progress)
+        return _measured(decoder, batches, contexts, widths, repeats, progress, limit)
 
 
 def _measured(
     decoder: SpeculativeDecoder, batches: Sequence[int], contexts: Sequence[int], widths: Sequence[int], repeats: int,
-    progress: Callable[[str], None],
+    progress: Callable[[str], None], limit: float,
 ) -> dict[Cell, float]:  # fmt: skip
     decoder.refresh()
+    begun = time.perf_counter()
     passes = {batch: Passes(decoder, batch, contexts, _longest(widths)) for batch in batches}
     times: dict[Cell, list[float]] = {}
     try:
         for turn in range(repeats + 1):
+            if turn > 1 and time.perf_counter() - begun > limit:
+                break
             progress(f"turn {turn} of {repeats}")
             for context in contexts:
                 for found in passes.values():
@@ -198,6 +209,8 @@ def measure_costs(
 ) -> CostTable:  # fmt: skip
     """Time this machine for `generate(..., costs=...)`: passes of greedy calls, medians over `repeats` turns.
 
+    Takes about LIMIT seconds, or two turns if these take longer; where passes are recorded or compiled, that too.
+
     batches: rows, ascending from 1
     contexts: tokens of the text; longer than the models allow counts as the longest that leaves room for a pass
     widths: tokens per row and pass, ascending from 1
@@ -212,7 +225,7 @@ def measure_costs(
     contexts = tuple(sorted({min(c, room) for c in contexts}))
     if not contexts or contexts[0] < 1:
         raise SpecdecError(f"costs: contexts must be at least 1 and fit into the models, got {list(contexts)}")
-    seconds = measure_passes(decoder, batches, contexts, widths, repeats, progress)
+    seconds = measure_passes(decoder, batches, contexts, widths, repeats, progress, LIMIT)
     tables = {
         role: tuple(tuple(tuple(seconds[role, b, c, w] for w in widths) for c in contexts) for b in batches)
         for role in decoder._runners()

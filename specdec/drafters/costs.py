@@ -214,27 +214,30 @@ class _Machine:
 
 
 # Fitted to SmolLM2-135M in float32 on two cores (44, 65 and 88 ms for 1, 5 and 9 tokens; on another machine 90, 167 and
-# 205, with 98 for 3 and 165 for 4), and to an 8B Llama in bfloat16 on an H100: 23-24 ms eagerly, 9.1, 9.9 and 10.3 ms
-# for 1, 8 and 16 tokens by CUDA graphs. Small models take longer than this says, their wide passes and drafts less.
+# 205, with 98 for 3 and 165 for 4), and to Llamas in bfloat16 on an H100. 8B: 23-24 ms eagerly; 9.1, 9.9 and 10.3 ms
+# for 1, 8 and 16 tokens from recorded kernels; 7.4 and 7.6 for 1 and 8, compiled. 1B: 2.6 recorded, 1.8 compiled. Draft
+# steps of a compiled 135M model took about 0.8 ms on an H200 (450 tokens a second at 4.1 a round of 5, plain 202),
+# nearly all of it for the kernels of its 30 layers.
 _CPU = _Machine(bandwidth=17e9, arithmetic=60e9, layer=2.5e-4, repeat=0.3)
-_CUDA = _Machine(bandwidth=3e12, arithmetic=150e12, layer=1.3e-4)
-_CUDA_EAGER = _Machine(bandwidth=3e12, arithmetic=150e12, layer=1.3e-4, launch=7.2e-4)
-_ROUND = 1.5e-3
+_EAGER = _Machine(bandwidth=2.2e12, arithmetic=150e12, layer=8e-5, launch=7.2e-4)
+_RECORDED = _Machine(bandwidth=2.2e12, arithmetic=150e12, layer=8e-5)
+_COMPILED = _Machine(bandwidth=2.2e12, arithmetic=400e12, layer=2.5e-5)
+_ROUND, _RECORDED_ROUND = 1.5e-3, 3e-4
+
+
+def _machine(runner: Runner) -> _Machine:
+    if runner.device.type == "cpu":
+        return _CPU
+    return {"off": _EAGER, "graph": _RECORDED}.get(runner.mode, _COMPILED)
 
 
 def nominal_costs(target: Runner, draft: Runner | None = None) -> CostTable:
-    """Compute a table from sizes, data types and kind of device: the same wherever the models are the same."""
+    """Compute a table from sizes, data types, kind of device and compile mode: the same wherever these are the same."""
     widths = (1, MANY - 1, MANY, 17)
-
-    def table(runner: Runner) -> Table:
-        if runner.device.type == "cpu":
-            machine = _CPU
-        else:
-            machine = _CUDA_EAGER if runner.mode == "off" else _CUDA
-        return ((machine.seconds(runner, widths),),)
-
-    made = None if draft is None else table(draft)
-    return CostTable(table(target), made, (1,), (0,), widths, _ROUND, device=target.device.type, source="nominal")
+    passes = _machine(target).seconds(target, widths)
+    steps = None if draft is None else ((_machine(draft).seconds(draft, widths),),)
+    outside = _RECORDED_ROUND if _machine(target) in (_RECORDED, _COMPILED) else _ROUND
+    return CostTable(((passes,),), steps, (1,), (0,), widths, outside, device=target.device.type, source="nominal")
 
 
 def costs_for(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdec import CostTable, SpecdecError, SpeculativeDecoder, measure_costs
 from specdec.drafters import STRATEGIES
@@ -103,6 +105,26 @@ def test_nominal_costs_grow_with_the_model_and_the_width() -> None:
     assert passes == sorted(set(passes))
     assert table.seconds("draft", 1, 0, 1) < passes[0]
     assert table == nominal_costs(large, small)
+
+
+def shaped(mode: str, **sizes: int) -> Any:
+    """A Llama of bfloat16 weights that exist nowhere, as a runner on a GPU would have it."""
+    config = LlamaConfig(num_key_value_heads=8, **sizes)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+    return SimpleNamespace(model=model, config=config, device=torch.device("cuda"), mode=mode)
+
+
+def test_nominal_costs_of_a_gpu_are_those_that_were_measured_there() -> None:
+    """8B on an H100, by recorded kernels and compiled, and draft steps of 135M on an H200, in ms."""
+    large = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256}
+    small = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "vocab_size": 49152}
+    for mode, known in (("off", {1: 23.5}), ("graph", {1: 9.1, 8: 9.9, 16: 10.3}), ("max", {1: 7.4, 8: 7.6})):
+        table = nominal_costs(shaped(mode, **large), shaped("max", **small, num_attention_heads=16))
+        for width, ms in known.items():
+            assert 1e3 * table.seconds("target", 1, 0, width) == pytest.approx(ms, rel=0.15)
+        assert 1e3 * table.seconds("draft", 1, 0, 1) == pytest.approx(0.8, rel=0.25)
+        assert table.round == (1.5e-3 if mode == "off" else 3e-4)
 
 
 @pytest.mark.smollm2
