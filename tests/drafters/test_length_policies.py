@@ -16,6 +16,7 @@ from specdec.decoding.result import Generation
 from specdec.drafters import policies
 from specdec.drafters.draft_model import core
 from specdec.drafters.policies import AdaEDL, Classifier, Confidence, Goodput, Heuristic, features, find_policy
+from specdec.research.ablation import AblationConfig
 from specdec.research.offline.fit_stop import fit_stop
 from specdec.research.traces.trace import record
 from tests.helpers.laws import cell, fit, samples, small_model, three_token_law
@@ -194,6 +195,15 @@ def test_early_exit_stops_and_a_lookup_does_not() -> None:
     assert deep.generate(PROMPTS, 24, strategies=["prompt-lookup"], length_policy="heuristic").stats.draft_tokens > 0
     with pytest.raises(SpecdecError, match="'prompt-lookup' has no draft steps"):
         deep.generate(PROMPTS, 24, strategies=["prompt-lookup"], length_policy="adaedl")
+
+
+def test_a_policy_is_an_axis_of_an_ablation_with_one_reference() -> None:
+    pairs = {"p": {"target": "t", "draft": "d"}}
+    axes = {"length_policy": ["fixed", "heuristic:start=2", "auto"]}
+    config = AblationConfig(pairs=pairs, strategies={"draft": ["draft-model"]}, axes=axes)
+    assert sorted(cell.chain for cell in config.expand()) == ["draft"] * 3 + ["plain"]
+    with pytest.raises(SpecdecError, match="three weights"):
+        AblationConfig(pairs=pairs, strategies={"draft": ["draft-model"]}, axes={"length_policy": ["classifier"]})
 
 
 class Two(LengthPolicy):

@@ -84,7 +84,7 @@ class Cell:
     def plain(self) -> Cell:
         """The reference: the same pair, sampling, seed and shapes without drafting. The acceptance rule is dropped,
         because nothing is accepted."""
-        kept = {k: v for k, v in self.generation.items() if k not in ("acceptance", "order")}
+        kept = {k: v for k, v in self.generation.items() if k not in ("acceptance", "order", "length_policy")}
         own = {"pair", *LOADING, *kept}
         settings = {k: v if k in own else None for k, v in self.settings.items()} | {"strategies": PLAIN}
         generation = {**kept, "acceptance": "match"}

@@ -17,7 +17,7 @@ from specdec.research.bench.contenders.base import Contender, Output
 from specdec.research.bench.pair import sampled
 from specdec.version import __version__
 
-DRAFTING = {"acceptance", "draft_length", "costs"}  # options that change no token of a comparable run
+DRAFTING = {"acceptance", "draft_length", "length_policy", "costs"}  # options that change no token of a comparable run
 SCENARIOS = {"max_new_tokens", "ignore_eos", "batch_size"}  # options that a scenario sets for all contenders
 
 
