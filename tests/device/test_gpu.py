@@ -37,6 +37,12 @@ EIGHT = [
     "try:\n    value = int(text)\nexcept ValueError:\n",
 ]
 DEVICE, NEW_TOKENS = "cuda", 16
+PENALTIES = {"repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.1, "no_repeat_ngram_size": 4}
+OTHERS = {
+    "bad_words_ids": [[9], [10, 11]], "sequence_bias": [[[40], 1.0], [[10, 20], 2.0]], "suppress_tokens": [5],
+    "begin_suppress_tokens": [6], "ignore_eos": False, "eos_token_id": [3], "min_new_tokens": 8,
+    "forced_eos_token_id": 3, "exponential_decay_length_penalty": (30, 1.02), "remove_invalid_values": True,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=["off", "graph"])
@@ -66,6 +72,8 @@ def sync_is_an_error() -> Iterator[None]:
         {"strategies": ["draft-model:tree=2x2"], "temperature": 0.8},
         {"strategies": ["draft-model:n_max=3"]},
         {"strategies": ["draft-model:n_max=3"], "temperature": 0.8},
+        {"strategies": ["draft-model:n_max=3"], "temperature": 0.8, **PENALTIES},
+        {"strategies": ["draft-model:tree=2x2"], **PENALTIES},
     ],
 )
 def test_a_round_waits_for_the_device_once(
@@ -163,6 +171,8 @@ def test_bfloat16_is_exact_by_default(decoder: specdec.SpeculativeDecoder, batch
         {"temperature": 0.8, "seed": 4},
         {"temperature": 0.8, "seed": 4, "strategies": ["draft-model:tree=3x2"]},
         {"strategies": ["prompt-lookup", "draft-model:p_min=0.3"], "output_logprobs": True},
+        {"temperature": 0.8, "seed": 4, "strategies": ["draft-model:n_max=3"], **PENALTIES, **OTHERS},
+        {"temperature": 0.8, "seed": 4, "strategies": ["draft-model:tree=3x2"], **PENALTIES, **OTHERS},
     ],
 )
 def test_graphs_give_the_eager_text_at_any_prompt_length(options: dict) -> None:
@@ -225,7 +235,8 @@ def test_where_a_rule_waits_for_the_device_passes_are_recorded_without_it() -> N
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"temperature": 0.8, "top_p": 0.9}, {"temperature": 0.8, "acceptance": "match"}]
+    "options",
+    [{}, {"temperature": 0.8, "top_p": 0.9}, {"temperature": 0.8, "acceptance": "match"}, {**PENALTIES, **OTHERS}],
 )
 def test_a_round_is_one_replay_to_draft_and_one_to_verify(options: dict) -> None:
     dec = specdec.SpeculativeDecoder.from_pretrained(
