@@ -114,10 +114,10 @@ def test_what_is_fed_follows_from_the_verdict() -> None:
     draft = torch.tensor([[21, 22, 23]] * 4)
     made = _caught_up(table, draft, torch.tensor([0, 2, 3, 0]), torch.tensor([90, 91, 92, 93]), 2)
     assert made[:3].tolist() == [
-        # start, count, key, position of the first drafted token, tokens
-        [10, 1, 7, 11, 90, 0],
-        [12, 1, 7, 13, 91, 0],
-        [12, 2, 7, 14, 23, 92],
+        # start, count, key, position of the first drafted token, no level of a policy, tokens
+        [10, 1, 7, 11, 0, 90, 0],
+        [12, 1, 7, 13, 0, 91, 0],
+        [12, 2, 7, 14, 0, 23, 92],
     ]
     assert made[3, STARTS : STARTS + 2].tolist() == [0, 0]
     wide = _caught_up(table, draft, torch.tensor([0, 2, 3, 0]), torch.tensor([90, 91, 92, 93]), 4)
