@@ -14,11 +14,10 @@ which reads ids alone, is replayed on all of them. The result is written after e
 from __future__ import annotations
 
 import argparse
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from specdec import SpeculativeDecoder
 from specdec.files.compact_json import write_json
@@ -34,6 +33,7 @@ GROUPS = {
     "conversation": TALK, "translation": ("translation",), "summarization": ("summarization",), "qa": ("qa",),
     "math": ("math_reasoning",), "rag": ("rag",),
 }  # fmt: skip
+TEMPLATE = 64  # tokens that a chat template may add
 STRATEGIES = {"prompt-lookup": "prompt-lookup", "recycling": "recycling", "draft-model": "draft-model:n_max=4"}
 # Speed-ups of the groups, in the order of GROUPS: Vicuna-7B-v1.3, greedy, float16, batch 1, one RTX 3090. Source: Xia
 # et al. 2024 (Spec-Bench), Leaderboard.md of github.com/hemingkx/Spec-Bench at commit 5544fd7: PLD, Recycling, SpS.
@@ -45,9 +45,9 @@ PUBLISHED = {
 
 
 def rank_correlation(a: list[float], b: tuple[float, ...]) -> float:
-    """Spearman's, of values without ties."""
-    ranks = [np.argsort(np.argsort(values)) for values in (a, b)]
-    return float(np.corrcoef(*ranks)[0, 1])
+    """Spearman's; equal values share their mean rank."""
+    ranks = [[sum((y < x) + (y == x) / 2 for y in side) for x in side] for side in (a, b)]
+    return statistics.correlation(*ranks)
 
 
 def chosen(each: int) -> Iterator[tuple[str, Prompt]]:
@@ -85,7 +85,9 @@ def replayed(path: Path) -> list[dict[str, Any]]:
 
 def decode(decoder: SpeculativeDecoder, prompt: Prompt, new_tokens: int, kept: dict[str, Any]) -> dict[str, Any]:
     """Tokens and rounds of a prompt by strategy, and whether all texts are plain decoding's."""
-    given, texts, row = as_given(prompt, decoder.tokenizer), [], {"prompt": prompt.id}
+    room = decoder.target.context - new_tokens - TEMPLATE
+    given, texts = as_given(prompt, decoder.tokenizer, longest=room), []  # a longer prompt is cut
+    row: dict[str, Any] = {"prompt": prompt.id}
     if prompt.id in kept:
         texts.append(kept[prompt.id][:new_tokens].tolist())
     else:
