@@ -39,7 +39,7 @@ Cache = RaggedCache | Attends | None
 
 
 class RMSNorm(nn.Module):
-    """Scale by the root mean square, computed in float32."""
+    """Scale by the root mean square, computed in float32, or in float64 for a head of that type."""
 
     def __init__(self, width: int, eps: float):
         super().__init__()
@@ -47,7 +47,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
         scaled = wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + self.eps)
         return self.weight * scaled.to(x.dtype)
 
