@@ -7,7 +7,7 @@
 `rounds`: fresh rounds of the embedded pair. A draft of 15 tokens is sampled at each context; both rules' expected
 accepted tokens, given that draft, are known without a coin, for its first n tokens for every n. Paired by draft,
 intervals over the files that the contexts are from.
-`runs`: whole calls with either rule, the same prompts, paired by prompt. Texts differ, so intervals are wide.
+`calls`: whole calls with either rule, the same prompts, paired by prompt. Texts differ, so intervals are wide.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def entry(k: int, temperature: float, block: Sums, token: Sums) -> dict[str, Any
     return made
 
 
-def runs(decoder: SpeculativeDecoder, prompts: list[list[int]]) -> list[dict[str, Any]]:
+def calls(decoder: SpeculativeDecoder, prompts: list[list[int]]) -> list[dict[str, Any]]:
     """Tokens per round of whole calls under both rules."""
     entries = []
     for temperature, k in product(TEMPERATURES, RUN_LENGTHS):
@@ -133,7 +133,7 @@ def main() -> None:
     out = parser.parse_args().out
     decoder = SpeculativeDecoder.from_pretrained("demo-target", draft="demo-draft")
     prompts = held_out_prompts(decoder)
-    made = {"example": example(), "rounds": rounds(decoder, prompts), "runs": runs(decoder, prompts)}
+    made = {"example": example(), "rounds": rounds(decoder, prompts), "calls": calls(decoder, prompts)}
     sizes = {"contexts": len(prompts), "drafts": DRAFTS, "new_tokens": NEW_TOKENS}
     write_json(out, {"benchmark": "block verification", **origin(), **sizes, **made})
 

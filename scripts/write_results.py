@@ -314,7 +314,7 @@ def _general(row: Result) -> str:
 def block_verification_block(result: Result) -> str:
     """Gain of block verification by draft length and temperature, per fresh round and in whole calls."""
     temperatures, parts = [*dict.fromkeys(e["temperature"] for e in result["rounds"])], []
-    for entries in (result["rounds"], result["runs"]):
+    for entries in (result["rounds"], result["calls"]):
         rows = [[str(k)] for k in dict.fromkeys(e["n_max"] for e in entries)]
         for entry in entries:
             row = next(r for r in rows if r[0] == str(entry["n_max"]))
