@@ -3,8 +3,8 @@
 Algorithm 1 of Leviathan et al. (2023) with the engine's own random numbers: the engine must equal it token for token
 (tests/decoding/test_reference.py). p is the target's distribution, q the draft's, V the vocabulary, n the tokens
 known so far. It has the rules leviathan, match and coupled. To change the algorithm, change it here first, then in
-decoding/acceptance.py (steps 3 and 4) or decoding/engine.py (the loop). `race` samples: the token whose exponential
-noise divided by its weight is smallest, so equal noise makes equal tokens likely.
+decoding/acceptance.py (steps 3 and 4) or decoding/engine.py (the loop). `race` samples: argmin of exponential noise /
+weight (Gumbel's trick), so the same noise over similar weights mostly gives the same token.
 """
 
 from collections.abc import Collection, Sequence
@@ -52,7 +52,7 @@ def generate(
             weights = residual / residual.sum() if residual.sum() > 0 else p[accepted]
             token = sample(weights, stream(key, n + accepted, Purpose.RESIDUAL))
 
-        # 5 trim: rejected tokens are forgotten, and so is what comes after an EOS
+        # 5 commit: the accepted tokens and one more are kept, the rejected ones forgotten; the text ends at an EOS
         ids, rounds = [*ids, *x[:accepted], token], rounds + 1
         for i in range(n, len(ids)):
             if ids[i] in eos:
