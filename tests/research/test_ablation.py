@@ -23,6 +23,7 @@ from specdec.research.ablation import Shard, as_rows, build_table, merge, run_ab
 from specdec.research.ablation.journal import Journal, read_journals
 from specdec.research.ablation.runner import row_seed
 from specdec.research.ablation.table import TIMES
+from specdec.research.traces.trace import Trace
 from tests.helpers.grid import PROMPTS, grid, save_model, save_pair
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,6 +54,22 @@ def timeless(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def row_lines(folder: Path) -> list[dict[str, Any]]:
     return [entry for entry in read_journals(folder) if entry["kind"] == "row"]
+
+
+def test_traces_are_kept_where_asked_and_change_nothing(finished: Path, pair: dict[str, str], tmp_path: Path) -> None:
+    run_ablation(grid(pair, axes={"temperature": [1.0]}, traces=True), tmp_path)
+    untraced = {(r["cell"], r["prompt"]): r["tokens"] for r in row_lines(finished)}
+    rows, seen = row_lines(tmp_path), 0
+    assert all(r["tokens"] == untraced[r["cell"], r["prompt"]] for r in rows)
+    for path in sorted((tmp_path / "traces").glob("*.json")):
+        trace = Trace.load(path)
+        cell, call = path.stem.rsplit("-", 1)
+        of_call = {r["prompt"]: r["tokens"] for r in rows if r["cell"] == cell and r["call"] == int(call)}
+        assert {row.id: row.output for row in trace.rows} == of_call
+        seen += len(of_call)
+    assert seen == 2 * len(PROMPTS)  # two chains that draft; plain decoding has no rounds to look at
+    with pytest.raises(SpecdecError, match="traces must be true or false"):
+        grid(pair, traces="yes")
 
 
 # -- what a run gives -------------------------------------------------------------------------------------------------

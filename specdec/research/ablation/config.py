@@ -102,6 +102,7 @@ class AblationConfig:
     axes, cells: name -> values that are crossed; mappings of single values.
     plain: whether plain decoding runs too, which the equality gate and every speed-up need.
     warm_up_tokens: of an untimed run of each loaded pair.
+    traces: whether every round of cells that draft is recorded, in files of `traces/`; recording takes time.
 
     Raises SpecdecError for a name or value that cannot be, and for keys that contradict each other.
     """
@@ -115,6 +116,7 @@ class AblationConfig:
     cells: tuple[Mapping[str, Any], ...] = ()
     plain: bool = True
     warm_up_tokens: int = 8
+    traces: bool = False
 
     def __post_init__(self) -> None:
         for name in ("pairs", "strategies", "generation", "axes"):
@@ -139,8 +141,9 @@ class AblationConfig:
     def _check_parts(self) -> None:
         if not self.pairs:
             raise SpecdecError("ablation: pairs is empty: name at least one")
-        if not isinstance(self.plain, bool):
-            raise SpecdecError(f"ablation: plain must be true or false, got {self.plain!r}")
+        for name in ("plain", "traces"):
+            if not isinstance(getattr(self, name), bool):
+                raise SpecdecError(f"ablation: {name} must be true or false, got {getattr(self, name)!r}")
         if not self.strategies and not self.plain:
             raise SpecdecError("ablation: nothing to run: strategies is empty and plain is false")
         if self.prompts is not None and not is_texts(self.prompts):

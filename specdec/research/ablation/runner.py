@@ -35,7 +35,9 @@ from specdec.research.ablation.shard import Shard
 from specdec.research.ablation.store import Plan, Store
 from specdec.research.ablation.work import missing_calls
 from specdec.research.prompts.datasets import TURN, Prompt, as_given, with_template
+from specdec.research.traces.trace import Trace, record
 
+TRACES = "traces"  # folder of recorded rounds
 Progress = Callable[[str], None]
 # Facts about a loaded pair, looked up once: (decoder, its cells, its prompts' ids, its rows) -> plain data.
 Examine = Callable[[SpeculativeDecoder, Sequence[Cell], Mapping[str, "Ids"], Mapping[tuple[str, str], Any]], Any]
@@ -200,8 +202,10 @@ class _Run:
         if ids:
             started = time.perf_counter()
             try:
-                out = _generate(loaded.decoder, cell, ids)
+                out, trace = self._generate(loaded.decoder, cell, {p.id: p for p in prompts}, ids)
                 made = dict(zip(ids, rows_of(out, time.perf_counter() - started), strict=True))
+                if trace is not None:
+                    trace.save(self._traces() / f"{cell.key}-{number}")
             except Exception as error:  # a cell that fails, out of memory included, must not stop the rest
                 failures |= dict.fromkeys(ids, _as_error(error))
             self.session.decode += time.perf_counter() - started
@@ -219,6 +223,34 @@ class _Run:
             }
             rows.append({**_head(cell, p, self.plan, number), **own, **made[p.id]})
         return rows
+
+    def _generate(
+        self, decoder: SpeculativeDecoder, cell: Cell, prompts: Mapping[str, Prompt], ids: Mapping[str, list[int]]
+    ) -> tuple[Generation, Trace | None]:
+        """Generate; returns the trace as well where the config asks for traces and the cell drafts."""
+        options = {k: v for k, v in cell.generation.items() if k not in ("seed", "batch_size")}
+        options |= {"seed": [row_seed(cell.seed, name) for name in ids], "batch_size": cell.batch_size}
+        rows, strategies = list(ids.values()), [dict(s) for s in cell.strategies]
+        trace = None
+        if self.plan.config.traces and strategies:
+            categories = [prompts[name].category for name in ids]
+            trace = record(decoder, rows, strategies=strategies, ids=list(ids), categories=categories, **options)
+            assert trace.result is not None
+            out = trace.result
+        else:
+            out = decoder.generate(rows, strategies=strategies, **options)
+        if "interrupted" in out.finish_reasons:
+            raise KeyboardInterrupt
+        return out, trace
+
+    def _traces(self) -> Path:
+        """The folder of traces, which exists then."""
+        folder = self.store.folder / TRACES
+        try:
+            folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise SpecdecError(f"cannot write {folder}: {error.strerror}") from error
+        return folder
 
     def _ids(self, loaded: _Loaded, cell: Cell, prompt: Prompt) -> Ids:
         """The prompt's ids; a later turn's have the cell's own answers to the turns before it."""
@@ -254,15 +286,6 @@ def encode(prompt: Prompt, decoder: SpeculativeDecoder, config: AblationConfig) 
 def row_seed(seed: int, prompt: str) -> int:
     """The seed of a prompt's row."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{prompt}".encode()).digest()[:8], "big") >> 1
-
-
-def _generate(decoder: SpeculativeDecoder, cell: Cell, ids: Mapping[str, list[int]]) -> Generation:
-    options = {k: v for k, v in cell.generation.items() if k not in ("seed", "batch_size")}
-    options |= {"seed": [row_seed(cell.seed, name) for name in ids], "batch_size": cell.batch_size}
-    out = decoder.generate(list(ids.values()), strategies=[dict(s) for s in cell.strategies], **options)
-    if "interrupted" in out.finish_reasons:
-        raise KeyboardInterrupt
-    return out
 
 
 def rows_of(out: Generation, seconds: float) -> list[dict[str, Any]]:
