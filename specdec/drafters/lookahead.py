@@ -47,6 +47,9 @@ class Lookahead(Drafter):
     guesses: int = 15
     pool: int = 4096
     name: str = field(init=False, default="lookahead")
+    runs_a_model = False
+    makes_trees = True
+    observed_layers = ()  # logits alone
 
     _pool: Tensor = field(init=False, repr=False, compare=False)  # [B, pool, N]
     _window: Tensor = field(init=False, repr=False, compare=False)  # [B, N - 1, W]; level 0 has no last column
@@ -63,20 +66,8 @@ class Lookahead(Drafter):
             raise SpecdecError(f"lookahead: pool={self.pool} cannot hold the n-grams of window={self.window} columns")
 
     @property
-    def runs_a_model(self) -> bool:
-        return False
-
-    @property
-    def makes_trees(self) -> bool:
-        return True
-
-    @property
     def tree_nodes(self) -> int:
         return (self.guesses + self.window) * (self.ngram - 1) - 1
-
-    @property
-    def observed_layers(self) -> tuple[int, ...]:
-        return ()  # logits alone
 
     @property
     def depth(self) -> int:

@@ -77,6 +77,9 @@ class TokenRecycling(Drafter):
     depth: int = 6
     shared: bool = False
     name: str = field(init=False, default="recycling")
+    runs_a_model = False
+    makes_trees = True
+    observed_layers = ()  # logits alone
 
     _context: DraftContext = field(init=False, repr=False, compare=False)
     _table: Tensor | None = field(init=False, repr=False, compare=False, default=None)  # [rows, V + 1, width]
@@ -90,24 +93,12 @@ class TokenRecycling(Drafter):
         check_switch("recycling: shared", self.shared)
 
     @property
-    def runs_a_model(self) -> bool:
-        return False
-
-    @property
     def shares_state(self) -> bool:
         return self.shared
 
     @property
-    def makes_trees(self) -> bool:
-        return True
-
-    @property
     def tree_nodes(self) -> int:
         return self.nodes
-
-    @property
-    def observed_layers(self) -> tuple[int, ...]:
-        return ()  # logits alone
 
     def fresh(self, context: DraftContext) -> TokenRecycling:
         made: TokenRecycling = super().fresh(context)

@@ -46,6 +46,8 @@ class Rest(Drafter):
     min_match: int = 1
     hits: int = 256
     name: str = field(init=False, default="rest")
+    runs_a_model = False
+    makes_trees = True
     _index: SuffixIndex = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -57,14 +59,6 @@ class Rest(Drafter):
             raise SpecdecError("rest needs a datastore: give corpus=FILE, or store=SuffixStore(...)")
         if self.store is not None and not isinstance(self.store, SuffixStore):
             raise SpecdecError(f"rest: store must be a SuffixStore, got {type(self.store).__name__}")
-
-    @property
-    def runs_a_model(self) -> bool:
-        return False
-
-    @property
-    def makes_trees(self) -> bool:
-        return True
 
     @property
     def tree_nodes(self) -> int:

@@ -114,8 +114,10 @@ def least_p(clusters: int, draws: int = 10_000) -> float | None:
 
 
 def t_quantile(probability: float, degrees: int) -> float:
-    """The quantile of Student's t law with a whole number of degrees of freedom, for a probability above a half: by
-    halving, from the law's finite sum (Abramowitz & Stegun 1964, 26.7.3 and 26.7.4)."""
+    """Return the quantile of Student's t distribution for a probability above a half and whole degrees of freedom.
+
+    By halving, from the distribution's finite sum (Abramowitz & Stegun 1964, 26.7.3 and 26.7.4).
+    """
 
     def between(angle: float) -> float:
         """P(-t < T < t) at t = sqrt(degrees) tan(angle)."""
@@ -136,8 +138,10 @@ def t_quantile(probability: float, degrees: int) -> float:
 
 @lru_cache(maxsize=64)
 def _expanded_tail(level: float, n: int) -> float:
-    """The share of the draws beyond each end: that of a normal law beyond the ends that a t law would have, with the
-    spread of n clusters corrected for the mean that was estimated from them."""
+    """Return the share of the draws beyond each end: a normal distribution's, beyond the ends of a t distribution.
+
+    The spread of n clusters is corrected for the mean that was estimated from them.
+    """
     return math.erfc(math.sqrt(n / (n - 1)) * t_quantile((1 + level) / 2, n - 1) / math.sqrt(2)) / 2
 
 

@@ -52,7 +52,7 @@ class DemoResult:
 
     @property
     def identical(self) -> bool | None:
-        """Whether every run gave the same token ids; None where the rule keeps the law and not the sample."""
+        """Whether every run gave the same token ids; None where the rule keeps the distribution and not the sample."""
         if not self.comparable:
             return None
         reference = self.plain[0].token_ids

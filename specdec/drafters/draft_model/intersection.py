@@ -32,6 +32,7 @@ class IntersectingDrafter(Drafter):
     settings: Any
     context: DraftContext
     name: str = field(init=False, default="draft-model")
+    uses_draft_model = True
 
     def __post_init__(self) -> None:
         context = self.context
@@ -46,10 +47,6 @@ class IntersectingDrafter(Drafter):
         source = [self.counterpart.get(token, -1) for token in range(context.vocab_size)]
         self.core.source = to_device(source, runner.device)
         self.texts: dict[int, tuple[int, list[int]]] = {}  # row -> target tokens read so far, the draft's ids of them
-
-    @property
-    def uses_draft_model(self) -> bool:
-        return True
 
     def cost(self) -> tuple[int, float]:
         return self.core.cost()

@@ -60,6 +60,7 @@ class DraftModel(Drafter):
     translate: bool | str = False
     replacements: Mapping[str, str] = field(default_factory=dict)
     name: str = field(init=False, default="draft-model")
+    uses_draft_model = True
 
     def __post_init__(self) -> None:
         if self.preset is not None and self.preset not in PRESETS:
@@ -117,10 +118,6 @@ class DraftModel(Drafter):
     def best_size(self) -> TreeSize:
         """Size of the trees of best nodes: as deep as chains are, with EAGLE's width of a level."""
         return TreeSize(min(self._best, TreeSize.top_k), (self.n_max or 1) - 1, self._best)
-
-    @property
-    def uses_draft_model(self) -> bool:
-        return True
 
     def fresh(self, context: DraftContext) -> Any:
         if context.draft_runner is None:

@@ -28,16 +28,13 @@ class TranslatingDrafter(Drafter):
     settings: Any
     context: DraftContext
     name: str = field(init=False, default="draft-model")
+    uses_draft_model = True
 
     def __post_init__(self) -> None:
         context = self.context
         if context.tokenizer is None or context.draft_tokenizer is None or context.draft_runner is None:
             raise SpecdecError("draft-model with translate=True needs a draft model and both tokenizers")
         self.core = DraftCore(context.draft_runner, context.batch, draft_capacity(context.capacity))
-
-    @property
-    def uses_draft_model(self) -> bool:
-        return True
 
     def cost(self) -> tuple[int, float]:
         return self.core.cost()
