@@ -1,5 +1,5 @@
 """The command line: `specdec demo | generate | check | bench | compare | ablate | results | lookup | trace |
-train | export-head`.
+train | export | export-head`.
 
 Every verb prints tables for people, or with `--json` one JSON document on standard output and nothing else there;
 progress and errors go to standard error. Exit status: 0, 1 = a check failed, 2 = bad input (one line says what),
@@ -34,6 +34,7 @@ VERBS = {
     "lookup": "Make, merge, measure and show llama.cpp's lookup-cache files.",
     "trace": "Record every round of a run, and show it.",
     "train": "Train a drafter, an EAGLE-3 head or a draft model, on its target's answers.",
+    "export": "Write a chain in the options of vLLM, SGLang and llama.cpp.",
     "export-head": "Write an EAGLE head in the layout of another engine.",
 }
 

@@ -98,6 +98,14 @@ CALLS = {
     f"trace record {P} --out FOLDER/t --top 0": "--top",
     "train eagle3 nowhere.yaml": "nowhere.yaml",
     "train nothing": "nothing",
+    "export": "no target",
+    "export --target t --strategies draft-model": "--draft",
+    "export --target t --strategies eagle3": "head",
+    "export --target t --strategies eagle3:head=h:n_mx=3": "did you mean 'n_max'",
+    "export --target t --strategies prompt-lokup": "prompt-lookup",
+    "export --target t --acceptance leviathen": "leviathan",
+    "export --target t --engine vlm": "vllm",
+    "export --config BAD": "prompts.jsonl",
     "export-head nowhere --out FOLDER": "nowhere",
 }
 

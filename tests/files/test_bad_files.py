@@ -228,6 +228,7 @@ VERBS: dict[str, Callable[[str], list[str]]] = {
     "lookup show": lambda name: ["lookup", "show", name],
     "lookup --tokenizer": lambda name: ["lookup", "create", "/dev/null", "--tokenizer", name, "--out", "/none/out"],
     "train eagle3": lambda name: ["train", "eagle3", name],
+    "export --config": lambda name: ["export", "--config", name],
     "export-head": lambda name: ["export-head", name, "--out", "/nonexistent/out"],
     "trace show": lambda name: ["trace", "show", name],
     "trace record": lambda name: ["trace", "record", "--target", "/none", "--out", "/none/t", "--dataset", name],
