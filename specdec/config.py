@@ -135,11 +135,10 @@ class GenerationSettings:
         """Raise SpecdecError for a value out of range."""
         for name in ("ignore_eos", "keep_state"):
             check_switch(name, getattr(self, name))
-        if type(self.output_logprobs) is not int:
-            check_switch("output_logprobs", self.output_logprobs)
-        elif self.output_logprobs < 1:
+        top = self.output_logprobs
+        if not isinstance(top, int) or (top < 1 and top is not False):
             raise SpecdecError(
-                f"output_logprobs must be true, false, or how many most likely tokens, >= 1; got {self.output_logprobs}"
+                f"output_logprobs must be true, false, or how many most likely tokens, >= 1; got {top!r}"
             )
         for name, least in _LEAST.items():
             if name not in _MAY_BE_NONE or getattr(self, name) is not None:

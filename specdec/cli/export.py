@@ -26,7 +26,7 @@ from specdec.drafters.draft_model.strategy import DEFAULTS
 from specdec.drafters.tree_plan import parse_opt, parse_plan
 from specdec.errors import SpecdecError, unknown_name
 from specdec.files.engines import ENGINES, Engine
-from specdec.files.own_code import parameters
+from specdec.files.own_code import parameters, split_list
 
 FAILED = 1
 UNKNOWN = "no counterpart known"
@@ -91,8 +91,7 @@ def export(
     check_loading(run.pair)
     settings = check_generation({**run.generation, **given(acceptance=acceptance, temperature=temperature)})
     if strategies is not None:
-        parts = (part.strip() for part in strategies.split(","))
-        run = replace(run, strategies=tuple(part for part in parts if part not in ("", "none")))
+        run = replace(run, strategies=tuple(part for part in split_list(strategies) if part != "none"))
     chain = read_chain(run, settings)
     made = {name: translate(name, run.pair, chain, settings) for name in engine or ENGINES}
     if as_json:

@@ -19,7 +19,6 @@ from specdec.files.texts import check_writable, write_file
 from specdec.research.demo import load_decoder
 from specdec.research.prompts.datasets import Prompt
 
-INTERRUPTED = 130
 SHARED = (
     "models",
     "weights",
@@ -67,7 +66,7 @@ def _generate(run: RunConfig, prompts: Sequence[Prompt], chat: bool | None, out:
     else:
         _print(output.stdout(), decoder.tokenizer, made, out)
     if "interrupted" in made.finish_reasons:
-        raise typer.Exit(INTERRUPTED)
+        raise typer.Exit(output.INTERRUPTED)
 
 
 def _named(prompt: Prompt) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from specdec.research.colours import colour_of, on_any_ground
 from specdec.research.loops import loop_share
 from specdec.stats import RATES
 
+INTERRUPTED = 130  # exit status
 LOG_EVERY = 30.0  # seconds between lines of progress off a terminal
 LONGEST_NAME = 24  # of a word in a table's first column that is always whole
 WIDTH = 160  # of tables where the output is not a terminal

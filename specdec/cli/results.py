@@ -36,6 +36,8 @@ def results(
         raise SpecdecError("give one of --csv, --latex and --json")
     if baseline is not None and by is not None:
         raise SpecdecError("--baseline compares settings: give it without --by")
+    if figures is not None and (as_csv or as_json):
+        raise SpecdecError("--figures chooses columns of a table or of --latex; --csv and --json have them all")
     if out is not None and not (as_csv or as_latex):
         raise SpecdecError("--out writes a file of --csv or --latex: give one of them")
     if out is not None:

@@ -61,6 +61,9 @@ def record_run(
         output.print_json(facts)
     else:
         output.stdout().print(output.facts(facts))
+    if interrupted := sum(row.finish_reason == "interrupted" for row in trace.rows):
+        output.warn(f"interrupted: {interrupted} of {len(trace.rows)} rows are cut; what was recorded is in {out}")
+        raise typer.Exit(output.INTERRUPTED)
 
 
 def _record(run: RunConfig, prompts: Sequence[Prompt], chat: bool | None, top: int) -> Trace:

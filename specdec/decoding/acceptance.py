@@ -292,7 +292,7 @@ def _judge_trees(block: Block, tree: Tree, rule: AcceptanceRule) -> Verdict:
     """Walk down the trees of all rows at once, level by level."""
     if rule.pick_child is None:
         raise SpecdecError(
-            f"acceptance rule {rule.name!r} judges chains only: give it pick_child(block, column), or draft chains"
+            f"acceptance rule {rule.name!r} judges chains only: draft chains, or give a rule of your own pick_child"
         )
     width = block.scores.shape[1]
     sound = block.sound

@@ -42,19 +42,20 @@ def plain_prompts(prompts: Any, tokenizer: Any) -> Any:
     if isinstance(prompts, SetPrompt):
         return prompts.given(tokenizer)
     if isinstance(prompts, (torch.Tensor, np.ndarray)) and prompts.ndim == 2:
-        _check_padding(prompts.tolist(), tokenizer)
+        check_padding(prompts.tolist(), tokenizer)
     if isinstance(prompts, (list, tuple)):
         return [p.given(tokenizer) if isinstance(p, SetPrompt) else p for p in prompts]
     return prompts
 
 
-def _check_padding(rows: list[list[int]], tokenizer: Any) -> None:
+def check_padding(rows: list[list[int]], tokenizer: Any) -> None:
     """Raise SpecdecError if rows of a tensor were filled up: the model would read the padding as part of the prompt."""
     pad = getattr(tokenizer, "pad_token_id", None)
     starts, ends = (getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos"))
     for i, row in enumerate(rows):
-        # A token that pads and also begins or ends texts may be there in its own right.
-        if pad is not None and row and ((row[0] == pad != starts) or (row[-1] == pad != ends)):
+        # A token that pads and also begins or ends texts may be there in its own right, but not twice.
+        twice = len(rows) > 1 and [pad, pad] in (row[:2], row[-2:])
+        if pad is not None and row and ((row[0] == pad != starts) or (row[-1] == pad != ends) or twice):
             raise SpecdecError(f"prompt {i} is padded (token id {pad}): {HINTS['attention_mask']}")
 
 

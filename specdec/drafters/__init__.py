@@ -23,7 +23,7 @@ from specdec.drafters.self_speculation.strategy import EarlyExit
 from specdec.drafters.suffix import Suffix
 from specdec.drafters.suffix_index import SuffixStore
 from specdec.errors import SpecdecError
-from specdec.files.own_code import find_object, make_object, parse_name
+from specdec.files.own_code import find_object, make_object, parse_name, split_list
 
 STRATEGIES: dict[str, type[Any]] = {
     "draft-model": DraftModel,
@@ -55,7 +55,7 @@ def make_drafters(strategies: Any, has_draft: bool) -> list[Any]:
     if strategies is None:
         strategies = ["draft-model" if has_draft else "prompt-lookup"]
     if isinstance(strategies, str):
-        strategies = [part.strip() for part in strategies.split(",") if part.strip() not in ("", "none")]
+        strategies = [part for part in split_list(strategies) if part != "none"]
     if not isinstance(strategies, Sequence):
         strategies = [strategies]
     return [_make(entry) for entry in strategies]

@@ -53,8 +53,8 @@ class TreeSize:
             )
         if self.nodes > self.candidates:
             raise SpecdecError(
-                f"{strategy}: top_k={self.top_k} and depth={self.depth} give {self.candidates} candidates, fewer than "
-                f"nodes={self.nodes}; lower nodes, or raise top_k or depth"
+                f"{strategy}: {self.depth + 1} levels of {self.top_k} tokens have {self.candidates} candidates, fewer "
+                f"than the {self.nodes} nodes wanted; ask for fewer, or for deeper trees"
             )
 
     @property

@@ -179,8 +179,10 @@ class Classifier(LengthPolicy):
 
     def __post_init__(self) -> None:
         check_number("classifier: stop", self.stop, 0.0, 1.0)
-        if len(self.weights) != 3:
+        if not isinstance(self.weights, (list, tuple)) or len(self.weights) != 3:
             raise SpecdecError("classifier: give its three weights; specdec.research.offline.fit_stop trains them")
+        for weight in self.weights:
+            check_number("classifier: weights", weight, -1e6, 1e6)
         self.level = 1.0 - self.stop
 
     @property
@@ -258,7 +260,9 @@ def find_policy(value: Any) -> Any:
         name, options = parse_name(value, POLICIES, "length policy")
     else:
         options = dict(value)
-        name = str(options.pop("name", None))
+        if "name" not in options:
+            raise SpecdecError(f"length_policy: the mapping needs a name, got {value!r}")
+        name = str(options.pop("name"))
     made = POLICIES[name] if name in POLICIES else find_object(name, POLICIES, "length policy")
     if made is None or (isinstance(made, type) and issubclass(made, LengthController)):
         if options:

@@ -55,7 +55,7 @@ class Rest(Drafter):
             check_whole(f"rest: {name}", getattr(self, name), 1)
         if self.nodes > 511:
             raise SpecdecError(f"rest: nodes={self.nodes} is above the limit of 511")
-        if (self.corpus is None) == (self.store is None):
+        if (not as_list(self.corpus)) == (self.store is None):
             raise SpecdecError("rest needs a datastore: give corpus=FILE, or store=SuffixStore(...)")
         if self.store is not None and not isinstance(self.store, SuffixStore):
             raise SpecdecError(f"rest: store must be a SuffixStore, got {type(self.store).__name__}")

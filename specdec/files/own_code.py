@@ -44,8 +44,22 @@ def parse_name(text: str, known: Collection[str], kind: str) -> tuple[str, dict[
         key, separator, value = part.partition("=")
         if not separator:
             raise SpecdecError(f"{kind} {name!r}: expected key=value, got {part!r}")
+        if key in options:
+            raise SpecdecError(f"{kind} {name!r}: {key} is given twice; give one of them")
         options[key] = parse_yaml(value, f"{kind} {name!r}: the value of {key}")
     return name, options
+
+
+def split_list(text: str) -> list[str]:
+    """Split a comma-separated list of names with options, but not inside brackets, and drop empty parts."""
+    parts, depth = [""], 0
+    for character in text:
+        depth += (character in "[{(") - (character in "]})")
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part.strip() for part in parts if part.strip()]
 
 
 def find_object(name: str, known: Collection[str], kind: str) -> Any:
@@ -119,9 +133,9 @@ def _import_module(name: str, where: str) -> ModuleType:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise SpecdecError(f"{where}: the module cannot be imported: {error}") from error
         files = [file.stem for folder in _FOLDERS for file in folder.glob("*.py")]
-        places = ", ".join(map(str, _FOLDERS)) or "no folder of a config"
+        places = [*map(str, _FOLDERS), "Python's path"]
         hint = nearest(name, files)
-        raise SpecdecError(f"{where}: there is no module {name!r} in {places} or on Python's path{hint}") from None
+        raise SpecdecError(f"{where}: there is no module {name!r} in {' or '.join(places)}{hint}") from None
     except (Exception, SystemExit) as error:  # code of the user's
         raise SpecdecError(f"{where}: the module cannot be imported: {type(error).__name__}: {error}") from error
     _check_place(module, name, where)

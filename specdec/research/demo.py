@@ -17,6 +17,7 @@ from specdec.decoding.acceptance import find_rule
 from specdec.decoding.result import Generation
 from specdec.drafters import make_drafters
 from specdec.errors import SpecdecError
+from specdec.files.own_code import split_list
 from specdec.research.loops import loop_share
 
 DEMO = RunConfig(
@@ -137,7 +138,7 @@ def with_demo_head(strategies: str | None) -> str | None:
     """A typed chain in which an eagle3 that names no head has the embedded target's."""
     if strategies is None:
         return None
-    parts = [part.strip() for part in strategies.split(",")]
+    parts = split_list(strategies)
     headless = [part.split(":")[0] == "eagle3" and ":head=" not in part for part in parts]
     return ",".join(f"{part}:head=demo-head" if bare else part for part, bare in zip(parts, headless, strict=True))
 

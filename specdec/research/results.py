@@ -32,8 +32,8 @@ from specdec.research.ablation.summary import (
 from specdec.research.ablation.table import AS_THEY_ARE, REFERENCE, TIMES, Row, as_rows, figures
 from specdec.research.bench_results import BenchResults
 from specdec.research.bootstrap import Interval, ratio
-from specdec.research.loops import without_loops
-from specdec.research.results_table import ResultTable
+from specdec.research.loops import is_looped, without_loops
+from specdec.research.results_table import INTERVALS, ResultTable
 from specdec.research.traces.records import trace_rows
 from specdec.stats import RoundRecord
 
@@ -58,6 +58,7 @@ MEASURED = {
     "conversation",
 }
 SPEEDS = ("speedup", "decode_speedup")
+SETTINGS = ("pair", "strategies", "k", "temperature", "acceptance", "length_policy", "seed")
 Counts = dict[str, float]
 Key = tuple[Any, ...]
 
@@ -133,7 +134,7 @@ class Results:
             found = _by_rows(sound, names)
         if not found:
             raise SpecdecError(f"{self.source}: no row with a draft to group by {', '.join(names)}")
-        return ResultTable(names, _ordered(found, names))
+        return ResultTable(names, _ordered(found, names), "; ".join([INTERVALS, *_warnings(sound, names)]))
 
     def against(self, baseline: str) -> ResultTable:
         """Paired differences of every setting that drafts and one of them, on the prompts and seeds that both have."""
@@ -181,6 +182,19 @@ def chain_of(row: Mapping[str, Any]) -> list[str]:
     """The strategies of a row's chain, as far as its rounds and times name them."""
     timed = [name for name, _ in row.get("strategy_seconds") or ()]
     return timed or list(dict.fromkeys(r[0] for r in row.get("records") or () if r[0] is not None))
+
+
+def _warnings(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
+    """Say which settings a table mixes in its groups, and how many of its rows end in a loop."""
+    drafting = [r for r in rows if r["drafts"]]
+    said = []
+    for axis in SETTINGS:
+        implied = axis in names or "setting" in names or (axis == "strategies" and "strategy" in names)
+        values = list(dict.fromkeys(r.get(axis) for r in drafting))
+        if not implied and len(values) > 1:
+            said.append(f"pooled over {axis} ({', '.join(map(str, values))})")
+    looped = sum(map(is_looped, drafting))
+    return said + ([f"{looped} of {len(drafting)} rows end in a loop"] if looped else [])
 
 
 def _strategy(row: Row) -> str:
@@ -296,11 +310,14 @@ def _acceptance_length(clusters: Mapping[Any, Counts]) -> Interval:
 
 def _difference_row(entry: Mapping[str, Any]) -> dict[str, Any]:
     made: dict[str, Any] = {"setting": entry["setting"], "against": entry["against"], "prompts": entry["clusters"]}
+    least: list[float] = []
     for name, found in entry.items():
         if isinstance(found, Mapping) and name != "acceptance":
             made[f"{name}_difference"] = Interval(*(found[x] for x in ("value", "low", "high")))
             made[f"{name}_p"] = found["p"]
-    return {**made, "least_p": entry["least_p"]}
+            least.append(found.get("least_p") or 0.0)
+    # The floor that holds for every figure: some have no value for some prompts.
+    return {**made, "least_p": max(least, default=entry["least_p"])}
 
 
 def _ordered(rows: list[dict[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:

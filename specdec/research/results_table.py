@@ -39,18 +39,21 @@ SPECIAL = {c: rf"\{c}" for c in "&%$#_{}"} | {
 MISSING = "-"
 
 
+INTERVALS = "95 % intervals over prompts"
+
+
 @dataclass(frozen=True)
 class ResultTable:
     """Figures by group.
 
     names: the dimensions; their values come first in each row.
     rows: by column; figures are an Interval, counts are numbers.
-    intervals: what the intervals are.
+    intervals: what the intervals are, and what to know before comparing groups.
     """
 
     names: tuple[str, ...]
     rows: list[dict[str, Any]]
-    intervals: str = "95 % intervals over prompts"
+    intervals: str = INTERVALS
 
     def flat(self) -> list[dict[str, Any]]:
         """Plain data: each figure as `NAME`, `NAME_low` and `NAME_high`, the ends of its 95 % interval."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -84,3 +85,15 @@ def test_prompts_come_from_a_text_file_and_from_chats_in_their_order(tmp_path: P
 )
 def test_bad_input_is_one_line(recorded: Path, arguments: list[str], message: str) -> None:
     assert message in refused("trace", *(str(recorded) if a == "RUN" else a for a in arguments))
+
+
+def test_an_interrupted_recording_keeps_its_rounds_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupting(entry: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("specdec.cli.trace.Monitor", lambda *given, **options: interrupting)
+    arguments = ("--prompt", "def add", "--max-new-tokens", "8", "--out", str(tmp_path / "t"))
+    done = run("trace", "record", "--target", "demo-target", "--draft", "demo-draft", *arguments)
+    assert done.exit_code == 130
+    assert "interrupted: 1 of 1 rows are cut" in done.stderr
+    assert Trace.load(tmp_path / "t").rows[0].finish_reason == "interrupted"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 
 from specdec import SpecdecError, SpeculativeDecoder, load_pair
 from specdec.config import GenerationSettings, PairConfig, RunConfig, load_yaml
+from specdec.decoding.prompts import check_padding
 from specdec.drafters import make_drafters
 from specdec.files.habits import HINTS
 from specdec.research.ablation.config import AblationConfig
@@ -143,3 +145,12 @@ def test_a_chat_of_a_set_goes_through_the_template_if_there_is_one(decoder: Spec
 def test_a_chat_of_a_set_needs_a_tokenizer() -> None:
     bare = SpeculativeDecoder(tiny_model("llama"), check=False)
     assert "has no tokenizer" in message(bare.generate, load_prompts("gsm8k", limit=1))
+
+
+def test_padding_by_a_token_that_begins_and_ends_texts_is_refused_where_it_stands_twice() -> None:
+    tokenizer = SimpleNamespace(pad_token_id=1, bos_token_id=1, eos_token_id=1)
+    check_padding([[1, 5, 6], [1, 7, 8]], tokenizer)  # begins of texts
+    check_padding([[1, 1, 6]], tokenizer)  # alone in its tensor: nothing to be filled up to
+    for row in ([1, 1, 6], [6, 1, 1]):
+        with pytest.raises(SpecdecError, match="prompt 1 is padded"):
+            check_padding([[5, 6, 7], row], tokenizer)

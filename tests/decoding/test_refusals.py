@@ -12,6 +12,9 @@ import torch
 import transformers
 
 import specdec
+from specdec.config import GenerationSettings
+from specdec.drafters import make_drafters
+from specdec.drafters.policies import find_policy
 from specdec.errors import SpecdecError
 from specdec.models.loading import check_model_kind
 from tests.helpers.tiny import tiny_model
@@ -272,3 +275,44 @@ def test_models_that_are_compiled_already_work(how: str) -> None:
     prompt = [1, 2, 3, 4]
     out = specdec.SpeculativeDecoder(model).generate([prompt, [5, 6]], 8)
     assert out.token_ids[0] == oracle_greedy(tiny_model("llama"), prompt, 8)
+
+
+def test_commas_inside_brackets_do_not_split_a_chain() -> None:
+    made = make_drafters("draft-model:tree=[2,[3,1]], prompt-lookup, none", has_draft=True)
+    assert [d.name for d in made] == ["draft-model", "prompt-lookup"]
+    assert made[0].tree_nodes == 2 + 3 + 1
+
+
+@pytest.mark.parametrize(
+    ("strategy", "words"),
+    [
+        ("suffix:n_max=2:n_max=3", "n_max is given twice"),
+        ("early-exit:layers=1:resume=maybe", "early-exit: resume must be True or False"),
+        ({"name": "rest", "corpus": []}, "rest needs a datastore"),
+        ("draft-model:tree=opt-24:n_max=1", "1 levels of 10 tokens have 10 candidates, fewer than the 24 nodes"),
+    ],
+)
+def test_options_that_once_passed_unseen_are_refused(strategy: Any, words: str) -> None:
+    with pytest.raises(SpecdecError, match=words):
+        make_drafters([strategy], has_draft=True)
+
+
+@pytest.mark.parametrize(
+    ("policy", "words"),
+    [
+        ("classifier:weights=abc", "give its three weights"),
+        ("classifier:weights=[a,b,c]", "classifier: weights must be a number"),
+        ("classifier:weights=[1.0,2.0,.nan]", "classifier: weights must be a number"),
+        ("classifier:weights=3", "give its three weights"),
+        ({"start": 1}, "the mapping needs a name"),
+    ],
+)
+def test_length_policies_that_cannot_be_are_refused(policy: Any, words: str) -> None:
+    with pytest.raises(SpecdecError, match=words):
+        find_policy(policy)
+
+
+@pytest.mark.parametrize("value", [None, "5", 2.5, 0])
+def test_output_logprobs_says_that_it_takes_a_number(value: Any) -> None:
+    with pytest.raises(SpecdecError, match="true, false, or how many most likely tokens"):
+        GenerationSettings.parse({"output_logprobs": value})

@@ -104,7 +104,7 @@ def test_siblings_come_best_first() -> None:
 @pytest.mark.parametrize(
     ("size", "words"),
     [
-        (TreeSize(4, 1, 21), "give 20 candidates, fewer than nodes=21"),
+        (TreeSize(4, 1, 21), "have 20 candidates, fewer than the 21 nodes"),
         (TreeSize(13, 1, 5), "top_k=13 is more than the 12 tokens"),
         (TreeSize(0, 1, 5), "needs top_k >= 1"),
     ],

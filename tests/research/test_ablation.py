@@ -23,6 +23,7 @@ from specdec.research.ablation import Shard, as_rows, build_table, merge, run_ab
 from specdec.research.ablation.journal import Journal, read_journals
 from specdec.research.ablation.runner import row_seed
 from specdec.research.ablation.table import TIMES
+from specdec.research.ablation.work import call_passes
 from specdec.research.traces.trace import Trace
 from tests.helpers.grid import PROMPTS, grid, save_model, save_pair
 
@@ -70,6 +71,22 @@ def test_traces_are_kept_where_asked_and_change_nothing(finished: Path, pair: di
     assert seen == 2 * len(PROMPTS)  # two chains that draft; plain decoding has no rounds to look at
     with pytest.raises(SpecdecError, match="traces must be true or false"):
         grid(pair, traces="yes")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "least"),
+    [
+        ("draft-model:n_max=3", 4),
+        ("draft-model:tree=1x1x1x1x1x1x1x1x1x1x1x1x1x1x1", 1),  # accepts 15 a pass
+        ("draft-model:tree=2x2", 3),  # six nodes
+        ("draft-model", 1),  # of automatic length
+        ("recycling:nodes=7", 2),
+    ],
+)
+def test_no_run_takes_fewer_passes_than_planned(strategy: str, least: int) -> None:
+    config = grid({"target": "demo-target", "draft": "demo-draft"}, strategies={"s": [strategy]}, plain=False)
+    cells = [replace(c, generation={**c.generation, "max_new_tokens": 16}) for c in config.expand() if c.strategies]
+    assert {call_passes(cell) for cell in cells} == {(least, 16)}
 
 
 # -- what a run gives -------------------------------------------------------------------------------------------------

@@ -244,3 +244,14 @@ def test_the_documents_in_results_load(name: str) -> None:
     assert done.exit_code == 0, done.output
     assert done.stdout.count("\n") > 4
     assert CliRunner().invoke(app, ["results", f"results/{name}.json", "--drop-loops"]).exit_code == 2
+
+
+def test_a_table_says_what_it_mixes_and_what_loops(rows: list[Any]) -> None:
+    made = [{**r, "temperature": t} for t in (0.0, 0.7) for r in rows]
+    assert "pooled over temperature (0.0, 0.7)" in Results(made).by("k").to_latex()
+    assert "pooled over temperature" not in Results(made).by("k", "temperature").intervals
+    assert "pooled" not in Results(made).by().intervals
+    looped = [{**r, "loop_share": 0.5 if r["drafts"] else 0.0} for r in rows]
+    drafting = sum(bool(r["drafts"]) for r in rows)
+    assert f"{drafting} of {drafting} rows end in a loop" in Results(looped).by("k").intervals
+    assert "loop" not in Results([{**r, "loop_share": 0.0} for r in rows]).by("k").intervals

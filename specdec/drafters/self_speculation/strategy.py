@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.config import check_number, check_whole
+from specdec.config import check_number, check_switch, check_whole
 from specdec.drafters.base import Draft, DraftContext, Drafter, DraftRequest, Tokens, empty_like
 from specdec.drafters.draft_model.core import COUNTS, STARTS, DraftCore, Proposal, StepInputs, StepsKey, Stops
 from specdec.drafters.self_speculation.adapter import ExitAdapter, load_adapter
@@ -64,6 +64,7 @@ class EarlyExit(Drafter):
     _vocab_size: int = field(init=False, repr=False, compare=False, default=0)
 
     def __post_init__(self) -> None:
+        check_switch("early-exit: resume", self.resume)
         if self.layers is not None and self.skip is not None:
             raise SpecdecError("early-exit: give layers (the first ones draft) or skip (those left out), not both")
         if self.layers is not None:

@@ -202,7 +202,8 @@ class _Run:
         if ids:
             started = time.perf_counter()
             try:
-                out, trace = self._generate(loaded.decoder, cell, {p.id: p for p in prompts}, ids)
+                traced = {p.id: p.category for p in prompts} if self.plan.config.traces and cell.strategies else None
+                out, trace = _generate(loaded.decoder, cell, ids, traced)
                 made = dict(zip(ids, rows_of(out, time.perf_counter() - started), strict=True))
                 if trace is not None:
                     trace.save(self._traces() / f"{cell.key}-{number}")
@@ -223,25 +224,6 @@ class _Run:
             }
             rows.append({**_head(cell, p, self.plan, number), **own, **made[p.id]})
         return rows
-
-    def _generate(
-        self, decoder: SpeculativeDecoder, cell: Cell, prompts: Mapping[str, Prompt], ids: Mapping[str, list[int]]
-    ) -> tuple[Generation, Trace | None]:
-        """Generate; returns the trace as well where the config asks for traces and the cell drafts."""
-        options = {k: v for k, v in cell.generation.items() if k not in ("seed", "batch_size")}
-        options |= {"seed": [row_seed(cell.seed, name) for name in ids], "batch_size": cell.batch_size}
-        rows, strategies = list(ids.values()), [dict(s) for s in cell.strategies]
-        trace = None
-        if self.plan.config.traces and strategies:
-            categories = [prompts[name].category for name in ids]
-            trace = record(decoder, rows, strategies=strategies, ids=list(ids), categories=categories, **options)
-            assert trace.result is not None
-            out = trace.result
-        else:
-            out = decoder.generate(rows, strategies=strategies, **options)
-        if "interrupted" in out.finish_reasons:
-            raise KeyboardInterrupt
-        return out, trace
 
     def _traces(self) -> Path:
         """The folder of traces, which exists then."""
@@ -286,6 +268,25 @@ def encode(prompt: Prompt, decoder: SpeculativeDecoder, config: AblationConfig) 
 def row_seed(seed: int, prompt: str) -> int:
     """The seed of a prompt's row."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{prompt}".encode()).digest()[:8], "big") >> 1
+
+
+def _generate(
+    decoder: SpeculativeDecoder, cell: Cell, ids: Mapping[str, list[int]], traced: Mapping[str, str] | None
+) -> tuple[Generation, Trace | None]:
+    """Generate, and record a trace where categories of the prompts are given."""
+    options = {k: v for k, v in cell.generation.items() if k not in ("seed", "batch_size")}
+    options |= {"seed": [row_seed(cell.seed, name) for name in ids], "batch_size": cell.batch_size}
+    rows, options["strategies"] = list(ids.values()), [dict(s) for s in cell.strategies]
+    trace = None
+    if traced is None:
+        out = decoder.generate(rows, **options)
+    else:
+        trace = record(decoder, rows, ids=list(ids), categories=[traced[name] for name in ids], **options)
+        assert trace.result is not None
+        out = trace.result
+    if "interrupted" in out.finish_reasons:
+        raise KeyboardInterrupt
+    return out, trace
 
 
 def rows_of(out: Generation, seconds: float) -> list[dict[str, Any]]:

@@ -247,7 +247,7 @@ def compare_settings(name: str, a: Sequence[Row], other: str, b: Sequence[Row]) 
         x, y, z, w = ([c[n] for c in side] for side in (mine, theirs) for n in (top, bottom))
         found = difference((x, y), (z, w)) if mine else Interval(None)
         each = [a / b - c / d for a, b, c, d in zip(x, y, z, w, strict=True) if b and d]
-        made[figure] = {**found.to_dict(), "p": sign_flip_test(each)}
+        made[figure] = {**found.to_dict(), "p": sign_flip_test(each), "least_p": least_p(len(each))}
     return with_old_names(made)
 
 

@@ -86,7 +86,7 @@ def work_left(plan: Plan, out: Path, shard: Shard, retry_errors: bool = False) -
     asked = [(cell, prompt) for cell in plan.cells for prompt in plan.prompts]
     there = [store.rows[cell.key, p.id] for cell, p in asked if store.done(cell, p, plan.fingerprint(p), retry_errors)]
     timed = [row["seconds"] for row in there if row.get("seconds")]
-    passes = [_passes(cell) for _, cell, _ in calls]
+    passes = [call_passes(cell) for _, cell, _ in calls]
     rows_left = sum(len(prompts) for _, _, prompts in calls)
     return Work(
         cells=len(plan.cells),
@@ -102,12 +102,12 @@ def work_left(plan: Plan, out: Path, shard: Shard, retry_errors: bool = False) -
     )
 
 
-def _passes(cell: Cell) -> tuple[int, int]:
+def call_passes(cell: Cell) -> tuple[int, int]:
     """Fewest and most passes of a call whose rows are of full length."""
     tokens = int(cell.generation.get("max_new_tokens", GenerationSettings.max_new_tokens))
     if not cell.strategies:
         return tokens, tokens
     drafters = make_drafters([dict(s) for s in cell.strategies], has_draft=True)
-    longest = [getattr(d, "n_max", None) for d in drafters]
-    known = [n for n in longest if isinstance(n, int)]
-    return (math.ceil(tokens / (max(known) + 1)) if len(known) == len(longest) else 1), tokens
+    longest = [0 if d.automatic else max(getattr(d, "n_max", None) or 0, d.tree_nodes) for d in drafters]
+    # A tree is at most as deep as it has nodes. 0: as long as a pass can verify, or nobody knows.
+    return (math.ceil(tokens / (max(longest) + 1)) if all(longest) else 1), tokens
