@@ -47,6 +47,14 @@ def marker_of(strategy: str | None) -> str:
     return MARKERS[known.index(strategy) % len(MARKERS)] if strategy in STRATEGY_COLOURS else MARKERS[-1]
 
 
+def looks(values: Sequence[str], strategies: bool) -> list[tuple[str, str]]:
+    """Return a colour and a marker for each value: a strategy's own, or for values of other kinds by their order."""
+    if strategies:
+        return [(colour_of(v), marker_of(v)) for v in values]
+    known = list(STRATEGY_COLOURS.values())
+    return [(known[i % len(known)], MARKERS[i % len(MARKERS)]) for i in range(len(values))]
+
+
 def tint(colour: str, share: float = 0.7) -> str:
     """The colour with a share of white (of black where it is negative)."""
     end = 255 if share >= 0 else 0

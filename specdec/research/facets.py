@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from specdec.errors import SpecdecError, unknown_name
 from specdec.research.ablation.look import DODGE, finish, make_axes, shares
 from specdec.research.bootstrap import Interval
-from specdec.research.colours import colour_of, marker_of
+from specdec.research.colours import looks
 from specdec.research.results import Results, chain_of
 from specdec.research.results_table import IN_WORDS
 
@@ -46,19 +46,21 @@ def facets(
         raise SpecdecError("facets: a benchmark's document has no rows to group")
     names = tuple(dict.fromkeys(n for n in (panel, colour, x) if n is not None))
     rows = found.by(*names).rows
+    rows = [r for r in rows if r[x] is not None] or rows  # plain decoding has no k
     if not isinstance(rows[0].get(figure), Interval):
         raise unknown_name("figure", figure, [n for n, v in rows[0].items() if isinstance(v, Interval)])
     titles = list(dict.fromkeys(r[panel] for r in rows)) if panel is not None else [None]
     made, axes = make_axes(len(titles)) if ax is None else (None, [ax])
     colours, places = (list(dict.fromkeys(r[n] for r in rows)) for n in (colour, x))
     numbers = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in places)
+    look = looks([str(v) for v in colours], strategies=colour == "strategy")
     step = min((b - a for a, b in pairwise(places) if b > a), default=1) if numbers else 1
     for place, title in zip(axes, titles, strict=True):
         for i, value in enumerate(colours):
             own = [r for r in rows if r[colour] == value and (panel is None or r[panel] == title)]
             shift = step * DODGE * (i / (len(colours) - 1) - 0.5) if len(colours) > 1 else 0.0
             at = [(r[x] if numbers else places.index(r[x])) + shift for r in own]
-            _points(place, at, [r[figure] for r in own], value, connected=numbers)
+            _points(place, at, [r[figure] for r in own], str(value), look[i], connected=numbers)
         place.set_xlabel(IN_WORDS.get(x, x))
         place.set_ylabel(IN_WORDS.get(figure, figure.replace("_", " ")))
         place.set_title("" if title is None else f"{panel} = {title}", fontsize=10)
@@ -75,14 +77,16 @@ def _values(row: Any, name: str) -> list[Any]:
     return chain_of(row) if name == "strategy" else [row.get(name)]
 
 
-def _points(axes: Any, at: Sequence[float], found: Sequence[Interval], value: Any, connected: bool) -> None:
+def _points(
+    axes: Any, at: Sequence[float], found: Sequence[Interval], label: str, look: tuple[str, str], connected: bool
+) -> None:
+    """Draw one colour's points with their intervals. look: colour and marker."""
     known = [(x, f) for x, f in zip(at, found, strict=True) if f.value is not None]
     values = [float(f.value or 0.0) for _, f in known]
     low = [max(0.0, v - (v if f.low is None else f.low)) for v, (_, f) in zip(values, known, strict=True)]
     high = [max(0.0, (v if f.high is None else f.high) - v) for v, (_, f) in zip(values, known, strict=True)]
-    look: dict[str, Any] = {"color": colour_of(str(value)), "marker": marker_of(str(value)), "capsize": 3}
-    line = "-" if connected else "none"
-    axes.errorbar([x for x, _ in known], values, yerr=[low, high], label=str(value), linestyle=line, **look)
+    style: dict[str, Any] = {"color": look[0], "marker": look[1], "linestyle": "-" if connected else "none"}
+    axes.errorbar([x for x, _ in known], values, yerr=[low, high], label=label, capsize=3, **style)
 
 
 __all__ = ["facets"]

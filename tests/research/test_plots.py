@@ -231,6 +231,15 @@ def test_facets_draw_any_figure_against_any_axis(rows: list[Any]) -> None:
         facets(rows, "speed")
 
 
+def test_facets_tell_values_apart_and_leave_out_what_is_on_no_axis(rows: list[Any]) -> None:
+    many = [{**r, "k": t if r["drafts"] else None, "temperature": t} for t in (1, 2, 3, 4) for r in rows]
+    axes = facets(many, "tokens_per_round", x="k", colour="temperature").axes[0]
+    assert [t.get_text() for t in axes.get_xticklabels()] == ["1", "2", "3", "4"]  # plain decoding has no k
+    drawn = [h.lines[0] for h in axes.containers]
+    assert len({(line.get_color(), line.get_marker()) for line in drawn}) == len(drawn) == 4
+    assert all(line.get_linestyle() == "-" for line in drawn)
+
+
 # -- colours ----------------------------------------------------------------------------------------------------------
 
 
