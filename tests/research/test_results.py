@@ -255,3 +255,11 @@ def test_a_table_says_what_it_mixes_and_what_loops(rows: list[Any]) -> None:
     drafting = sum(bool(r["drafts"]) for r in rows)
     assert f"{drafting} of {drafting} rows end in a loop" in Results(looped).by("k").intervals
     assert "loop" not in Results([{**r, "loop_share": 0.0} for r in rows]).by("k").intervals
+
+
+def test_a_folder_that_is_not_finished_names_the_command_that_merges_it(tmp_path: Path) -> None:
+    with pytest.raises(SpecdecError, match="no results table at"):
+        Results.load(tmp_path)
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(SpecdecError, match="not finished; specdec ablate merge FOLDER --partial"):
+        Results.load(tmp_path)

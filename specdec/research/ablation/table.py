@@ -233,7 +233,9 @@ def as_rows(results: Any) -> list[Row]:
         path = as_path(results, "results table")
         path = path / TABLE if is_folder(path) else path
         if not is_file(path):
-            raise SpecdecError(f"no results table at {path}")
+            unmerged = is_file(path.parent / "run.json")
+            hint = ": the ablation is not finished; specdec ablate merge FOLDER --partial makes one" if unmerged else ""
+            raise SpecdecError(f"no results table at {path}{hint}")
         arrow = need_pyarrow()
         try:
             results = arrow.parquet.read_table(path)
