@@ -310,14 +310,14 @@ def _acceptance_length(clusters: Mapping[Any, Counts]) -> Interval:
 
 def _difference_row(entry: Mapping[str, Any]) -> dict[str, Any]:
     made: dict[str, Any] = {"setting": entry["setting"], "against": entry["against"], "prompts": entry["clusters"]}
-    least: list[float] = []
     for name, found in entry.items():
         if isinstance(found, Mapping) and name != "acceptance":
             made[f"{name}_difference"] = Interval(*(found[x] for x in ("value", "low", "high")))
             made[f"{name}_p"] = found["p"]
-            least.append(found.get("least_p") or 0.0)
-    # The floor that holds for every figure: some have no value for some prompts.
-    return {**made, "least_p": max(least, default=entry["least_p"])}
+            # A figure without a value for some prompts has a higher floor of its own.
+            if found.get("least_p") not in (None, entry["least_p"]):
+                made[f"{name}_least_p"] = found["least_p"]
+    return {**made, "least_p": entry["least_p"]}
 
 
 def _ordered(rows: list[dict[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:

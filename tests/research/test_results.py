@@ -263,3 +263,13 @@ def test_a_folder_that_is_not_finished_names_the_command_that_merges_it(tmp_path
     (tmp_path / "run.json").write_text("{}")
     with pytest.raises(SpecdecError, match="not finished; specdec ablate merge FOLDER --partial"):
         Results.load(tmp_path)
+
+
+def test_a_figure_that_fewer_prompts_have_has_a_least_p_of_its_own(rows: list[Any]) -> None:
+    first = rows[0]["prompt"]
+    untested = [
+        {**r, "tested_tokens": 0, "accepted_tokens": 0} if r["prompt"] == first and r["drafts"] else r for r in rows
+    ]
+    table = Results(untested).against("lookup")
+    assert value(table, "least_p", setting="draft k=1") == least_p(3)
+    assert value(table, "conditional_acceptance_rate_least_p", setting="draft k=1") == least_p(2)
