@@ -12,50 +12,35 @@ others are tokenised as they come. Its cache is only ever extended. Not recorded
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
 from specdec.device.transfer import to_device
-from specdec.drafters.base import Draft, DraftContext, Drafter, DraftRequest, Tokens, empty_like
-from specdec.drafters.draft_model.core import DraftCore, Stops
+from specdec.drafters.base import Draft, DraftRequest, Tokens, empty_like
+from specdec.drafters.draft_model.core import Stops
+from specdec.drafters.draft_model.translation import TranslatingDrafter
 from specdec.errors import SpecdecError
-from specdec.models.pair_report import draft_capacity
 
 SPACES = ("Ġ", "▁")  # how kinds of tokenizers write a space that begins a token
 
 
-@dataclass
-class IntersectingDrafter(Drafter):
+class IntersectingDrafter(TranslatingDrafter):
     """Built by `DraftModel(translate="intersection")`, which is its `settings`."""
 
-    settings: Any
-    context: DraftContext
-    name: str = field(init=False, default="draft-model")
-    uses_draft_model = True
-
     def __post_init__(self) -> None:
-        context = self.context
-        runner = context.draft_runner
-        if context.tokenizer is None or context.draft_tokenizer is None or runner is None:
-            raise SpecdecError('draft-model with translate="intersection" needs a draft model and both tokenizers')
+        super().__post_init__()
+        context, runner = self.context, self.core.runner
         sizes = context.vocab_size, runner.vocab_size
         self.counterpart = counterparts(context.tokenizer, context.draft_tokenizer, *sizes)
         if not self.counterpart:
             raise SpecdecError("target and draft have no token in common: use translate=True, which goes through text")
-        self.core = DraftCore(runner, context.batch, draft_capacity(context.capacity))
         source = [self.counterpart.get(token, -1) for token in range(context.vocab_size)]
         self.core.source = to_device(source, runner.device)
         self.texts: dict[int, tuple[int, list[int]]] = {}  # row -> target tokens read so far, the draft's ids of them
 
-    def cost(self) -> tuple[int, float]:
-        return self.core.cost()
-
-    def close(self) -> None:
-        self.core.close()
-
     def begin(self, row: int, prompt: Tokens) -> None:
-        self.core.begin(row, [])
+        super().begin(row, prompt)
         self.texts.pop(row, None)
 
     def accept(self, row: int, n_accepted: int, is_other: bool) -> None:
@@ -63,7 +48,7 @@ class IntersectingDrafter(Drafter):
             self.core.accept(row, n_accepted)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        inner = [self._inner(r) for r in requests]
+        inner = [self._in_draft_ids(r) for r in requests]
         limits = [self.core.room(r, self.settings.n_max) if r.last >= 0 else 0 for r in inner]
         work = [(r, n) for r, n in zip(inner, limits, strict=True) if n > 0]
         if not work:
@@ -74,7 +59,7 @@ class IntersectingDrafter(Drafter):
         drafts = {r.row: proposal.draft(r.row, n, self.name) for r, n in work}
         return [drafts.get(r.row, Draft()) for r in requests]
 
-    def _inner(self, request: DraftRequest) -> DraftRequest:
+    def _in_draft_ids(self, request: DraftRequest) -> DraftRequest:
         """Return the row in the draft's ids, at the target's position; last < 0: the draft sees no text yet."""
         known, ids = self.texts.get(request.row, (0, []))
         new = [*map(int, request.tokens[known:]), int(request.last)]

@@ -33,7 +33,8 @@ class TranslatingDrafter(Drafter):
     def __post_init__(self) -> None:
         context = self.context
         if context.tokenizer is None or context.draft_tokenizer is None or context.draft_runner is None:
-            raise SpecdecError("draft-model with translate=True needs a draft model and both tokenizers")
+            wanted = f"translate={self.settings.translate!r}"
+            raise SpecdecError(f"draft-model with {wanted} needs a draft model and both tokenizers")
         self.core = DraftCore(context.draft_runner, context.batch, draft_capacity(context.capacity))
 
     def cost(self) -> tuple[int, float]:

@@ -27,7 +27,7 @@ batch_size=1.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -130,17 +130,8 @@ def estimate(
     Raises:
         SpecdecError: another rule, a plan that is not covered, or nothing to estimate.
     """
-    if acceptance not in RULES:
-        raise SpecdecError(f"what_if: no estimate for the rule {acceptance!r}; known: {', '.join(RULES)}")
-    for p_min in p_mins:
-        check_number("what_if: p_mins", p_min, 0.0, 1.0)
     ks = (range(1, 9) if decoder.draft is not None else ()) if ks is None else ks
-    for k in ks:
-        check_whole("what_if: ks", k, 1)
-    if ks and decoder.draft is None:
-        raise SpecdecError("what_if: draft lengths need a draft model: pass draft=... when the decoder is built")
-    if trees and decoder.draft is None:
-        raise SpecdecError("what_if: trees need a draft model: pass draft=... when the decoder is built")
+    _check(acceptance, p_mins, {"draft lengths": ks, "trees": trees}, decoder.draft is not None)
     call = decoder._call(prompts, [], acceptance=acceptance, seed=seed, **options)
     if not call.rows or not (ks or chains or trees):
         raise SpecdecError("what_if: nothing to estimate: give prompts, and draft lengths, trees or chains")
@@ -158,6 +149,19 @@ def estimate(
     plans += [_replayed(label, drafters, texts, samples, seed) for label, drafters in made]
     known = [t.expected for t in texts if decoder.draft is not None]
     return WhatIf(plans, float(np.concatenate(known).mean()) if known else None, texts)
+
+
+def _check(acceptance: str, p_mins: Sequence[float], plans: Mapping[str, Sequence[Any]], has_draft: bool) -> None:
+    """Raise SpecdecError for a rule without estimates, values out of range, and plans that need a draft model."""
+    if acceptance not in RULES:
+        raise SpecdecError(f"what_if: no estimate for the rule {acceptance!r}; known: {', '.join(RULES)}")
+    for p_min in p_mins:
+        check_number("what_if: p_mins", p_min, 0.0, 1.0)
+    for k in plans["draft lengths"]:
+        check_whole("what_if: ks", k, 1)
+    for what, wanted in plans.items():
+        if wanted and not has_draft:
+            raise SpecdecError(f"what_if: {what} need a draft model: pass draft=... when the decoder is built")
 
 
 def ngrams(texts: Sequence[Text], strategies: Any, n_max: int = 0, seed: int = 0) -> Plan:
