@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from specdec.models.runner import PassOutput, Runner
 
 Tokens = Sequence[int] | np.ndarray
+MOST_NODES = 511  # of a tree: the widest pass (models/runner.py) without the newest token
 COUPLED = ("coupled", "coupled-independent")  # proposals that are sampled with the target's own random numbers
 
 

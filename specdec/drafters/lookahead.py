@@ -24,7 +24,7 @@ from torch import Tensor
 
 from specdec.config import check_whole
 from specdec.device.transfer import array_on, to_device
-from specdec.drafters.base import Draft, DraftContext, Drafter, DraftRequest, Tokens, as_array
+from specdec.drafters.base import MOST_NODES, Draft, DraftContext, Drafter, DraftRequest, Tokens, as_array
 from specdec.errors import SpecdecError
 from specdec.models.runner import PassOutput
 from specdec.models.trees import MISSING
@@ -60,8 +60,9 @@ class Lookahead(Drafter):
     def __post_init__(self) -> None:
         for name, least in (("window", 2), ("ngram", 3), ("guesses", 1), ("pool", 1)):
             check_whole(f"lookahead: {name}", getattr(self, name), least)
-        if self.tree_nodes > 511:
-            raise SpecdecError(f"lookahead: {self.tree_nodes} nodes a pass are above the limit of 511: ask for fewer")
+        if self.tree_nodes > MOST_NODES:
+            nodes = f"{self.tree_nodes} nodes a pass"
+            raise SpecdecError(f"lookahead: {nodes} are above the limit of {MOST_NODES}: ask for fewer")
         if self.pool < self.window:
             raise SpecdecError(f"lookahead: pool={self.pool} cannot hold the n-grams of window={self.window} columns")
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from specdec.config import check_switch, check_whole
 from specdec.device.transfer import array_on, to_device
-from specdec.drafters.base import Draft, DraftContext, Drafter, DraftRequest, Tokens, as_array
+from specdec.drafters.base import MOST_NODES, Draft, DraftContext, Drafter, DraftRequest, Tokens, as_array
 from specdec.errors import SpecdecError
 from specdec.models.runner import PassOutput
 from specdec.models.trees import MISSING, depths_of
@@ -85,7 +85,7 @@ class TokenRecycling(Drafter):
     _table: Tensor | None = field(init=False, repr=False, compare=False, default=None)  # [rows, V + 1, width]
 
     def __post_init__(self) -> None:
-        for parameter, most in (("nodes", 511), ("width", 64), ("depth", 64)):
+        for parameter, most in (("nodes", MOST_NODES), ("width", 64), ("depth", 64)):
             value = getattr(self, parameter)
             check_whole(f"recycling: {parameter}", value, 1)
             if value > most:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from specdec.config import as_list, check_whole
-from specdec.drafters.base import Draft, DraftContext, Drafter, DraftRequest, as_array
+from specdec.drafters.base import MOST_NODES, Draft, DraftContext, Drafter, DraftRequest, as_array
 from specdec.drafters.corpus import read_store, stamp
 from specdec.drafters.suffix_index import SuffixIndex, SuffixStore
 from specdec.errors import SpecdecError
@@ -53,8 +53,8 @@ class Rest(Drafter):
     def __post_init__(self) -> None:
         for name in ("nodes", "n_max", "depth", "min_match", "hits"):
             check_whole(f"rest: {name}", getattr(self, name), 1)
-        if self.nodes > 511:
-            raise SpecdecError(f"rest: nodes={self.nodes} is above the limit of 511")
+        if self.nodes > MOST_NODES:
+            raise SpecdecError(f"rest: nodes={self.nodes} is above the limit of {MOST_NODES}")
         if (not as_list(self.corpus)) == (self.store is None):
             raise SpecdecError("rest needs a datastore: give corpus=FILE, or store=SuffixStore(...)")
         if self.store is not None and not isinstance(self.store, SuffixStore):
