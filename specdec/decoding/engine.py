@@ -181,7 +181,7 @@ class Engine:
 
     def stats(self, total_seconds: float, reads_before: int) -> Stats:
         """Return the statistics of the call so far."""
-        self.clock.settle()
+        self.clock.settle(wait=True)
         cost = [drafter.cost() for drafter in self.chain.drafters]
         draft_prefill = sum(seconds for _, seconds in cost)
         return Stats(

@@ -22,8 +22,8 @@ class Span(NamedTuple):
 class Clock:
     """Measures the phases of each pass.
 
-    `totals` (seconds by phase) grow in `settle`, while the host is idle: on a GPU only after a host read that follows
-    the pass. A phase that starts `early` belongs to the next pass.
+    `totals` (seconds by phase) grow in `settle`, while the host is idle. A phase that starts `early` belongs to the
+    next pass.
     """
 
     def __init__(self, device: torch.device):
@@ -62,14 +62,22 @@ class Clock:
                 took[span.phase] += self._length(span)
         return took
 
-    def settle(self) -> None:
-        """Add the passes before this one to `totals`."""
-        for span in self.past:
+    def settle(self, wait: bool = False) -> None:
+        """Add the passes before this one to `totals`; without `wait`, what the device has not ended is left for later.
+
+        A drafter's `observe` may still run when the host has read the pass's result.
+        """
+        past, self.past = self.past, []
+        for span in past:
+            if self.cuda and not wait and not span.end.query():
+                self.past.append(span)
+                continue
             self.totals[span.phase] += self._length(span)
-        if self.cuda:
-            self.spare += {id(mark): mark for _, *marks in self.past for mark in marks}.values()
-        self.past = []
+            if self.cuda:
+                self.spare += [span.start, span.end]
 
     def _length(self, span: Span) -> float:
-        start, end = span.start, span.end
-        return float(start.elapsed_time(end)) / 1000 if self.cuda else float(end - start)
+        if not self.cuda:
+            return float(span.end - span.start)
+        span.end.synchronize()
+        return float(span.start.elapsed_time(span.end)) / 1000

@@ -8,6 +8,7 @@ runs the one layer again on its own output, as serving engines do. Targets with 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,9 @@ class MtpHead:
             raise SpecdecError("mtp: the target's layer for MTP has a sliding window, which is not supported")
         self.model = ModelView(model, RAGGED).model
         self.fc = self.model.layers[0].eh_proj
+        # transformers renamed it after 5.17.
+        named = inspect.signature(type(self.model.layers[0]).forward).parameters
+        self.cache_name = "cache" if "cache" in named else "past_key_values"
         self.borrowed: dict[str, Any] = {}
         self.config = HeadConfig(
             version=1, hidden_size=config.hidden_size, intermediate_size=config.intermediate_size,
@@ -79,8 +83,9 @@ class MtpHead:
         rotary = model.rotary_emb
         rotation = None if rotary is None else rotary(embeddings, position_ids=at)
         out = model.layers[0](
-            embeddings, states, position_embeddings=rotation, attention_mask=mask, position_ids=at, cache=cache
-        )
+            embeddings, states, position_embeddings=rotation, attention_mask=mask, position_ids=at,
+            **{self.cache_name: cache},
+        )  # fmt: skip
         out = model.shared_post_norm(out) if model.use_shared_post_norm else out
         return model._project_to_logits(out), out
 
