@@ -2,13 +2,14 @@
 
     python scripts/measure_spec_bench.py --target demo-target --draft demo-draft --out results/spec_bench_embedded.json
     python scripts/measure_spec_bench.py --target smollm2 --coarsen 0.2 --texts results/texts_smollm2.npz \
-        --out results/spec_bench_smollm2.json
+        --device cuda --each 20 --new-tokens 96 --out results/spec_bench_smollm2.json
     python scripts/write_results.py    # the tables of docs/validation.md
 
 Greedy, batch 1, `prompt-lookup`, `recycling` and `draft-model` on the same prompts; --draft, or --coarsen for a draft
 made of the target. The order of the groups is compared with that of the published speed-ups (`PUBLISHED`) by Spearman's
-rank correlation. --texts: kept greedy texts of the target; texts of the runs must begin them, and `prompt-lookup`,
-which reads ids alone, is replayed on all of them. The result is written after every prompt: a run may be stopped.
+rank correlation. --texts: kept greedy texts of the target; on a CPU, texts of the runs must begin them (elsewhere plain
+decoding's are made anew), and `prompt-lookup`, which reads ids alone, is replayed on all of them. The result is written
+after every prompt: a run may be stopped.
 """
 
 from __future__ import annotations
@@ -105,16 +106,17 @@ def main() -> None:
     parser.add_argument("--draft", help="the draft model")
     parser.add_argument("--coarsen", type=float, default=0.2, help="without a draft: how coarse a copy of the target")
     parser.add_argument("--each", type=int, default=2, help="prompts of a group")
+    parser.add_argument("--device", default="cpu", help="where it runs, in float32")
     parser.add_argument("--new-tokens", type=int, default=40)
     parser.add_argument("--texts", type=Path, help="kept greedy texts of the target")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     folder = str(fetch_folder()) if given.target == "smollm2" else given.target
-    decoder = SpeculativeDecoder.from_pretrained(folder, draft=given.draft, dtype="float32", device="cpu")
+    decoder = SpeculativeDecoder.from_pretrained(folder, draft=given.draft, dtype="float32", device=given.device)
     if given.draft is None:
         draft = coarsen(decoder.target.model, given.coarsen)
         decoder = SpeculativeDecoder(decoder.target.model, draft, tokenizer=decoder.tokenizer, check=False)
-    kept = {text.id: text.output for text in load_texts(given.texts)} if given.texts else {}
+    kept = {text.id: text.output for text in load_texts(given.texts)} if given.texts and given.device == "cpu" else {}
     all_texts = summary(replayed(given.texts), ["prompt-lookup, all texts"]) if given.texts else {}
     names = {"target": given.target, "draft": given.draft or f"the target, coarsened by {given.coarsen:g}"}
     head = {"benchmark": "spec-bench", **origin(), **names, "new_tokens": given.new_tokens, "kept_texts": len(kept)}
