@@ -13,6 +13,7 @@ import torch
 from specdec.config import UNSET, GenerationSettings, check_exact, check_switch
 from specdec.decoding import show
 from specdec.decoding.call import Call
+from specdec.decoding.live import LiveCall, check_live
 from specdec.decoding.prompts import TextStream, chat_rows, encode_prompts, plain_prompts
 from specdec.decoding.provenance import WeightHash, hash_template
 from specdec.decoding.result import Generation, Round
@@ -168,6 +169,18 @@ class SpeculativeDecoder:
         call = self._single(prompt, "rounds", strategies, max_new_tokens=max_new_tokens, **options)
         call.record = True
         return Steps(self._each_round(call), self._lock)
+
+    def live(
+        self, slots: int = 8, capacity: int | None = None, strategies: Any = UNSET, **options: Any
+    ) -> LiveCall:  # fmt: skip
+        """Open a call whose prompts come while it runs (decoding/live.py), with room for `slots` rows at a time.
+
+        capacity: most tokens of a row, prompt and output together; None: the target's context
+        options: those of `generate`, of all its rows
+        """
+        check_live(options, slots, capacity)
+        call = self._call([], strategies, **options)
+        return LiveCall(call, slots, self.target.context if capacity is None else capacity)
 
     def _pieces(self, call: Call) -> Iterator[str]:
         row = call.rows[0]

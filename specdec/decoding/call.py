@@ -62,7 +62,7 @@ class Call:
         if any(self.automatic) and not isinstance(self.policy, LengthPolicy):
             given = as_costs(settings.costs) or decoder.costs
             self.costs = costs_for(drafters, self.automatic, given, decoder.target, decoder.draft)
-        stops = self._stop_rules()
+        self.stops = stops = self._stop_rules()
         keys = _row_keys(settings, len(prompts))
         n = settings.num_return_sequences
         self.templates = [template for template in templates for _ in range(n)]

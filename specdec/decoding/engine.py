@@ -172,6 +172,14 @@ class Engine:
         self.chain.accept(slot, row.accepted, path, row.drafted)
         row.drafted = row.accepted = 0
 
+    def cancel(self, row: Row) -> None:
+        """End a row between two passes, with reason `interrupted`: its slot is free for the next one."""
+        row.fail("interrupted")
+        self.queue = deque(other for other in self.queue if other is not row)
+        for slot, other in enumerate(self.slots):
+            if other is row and row.pending is not None:  # all of its draft that was verified was accepted
+                self._close(slot, row, None)
+
     def abandon(self) -> None:
         """End every row's open round, because the call was interrupted."""
         for slot, row in enumerate(self.slots):
