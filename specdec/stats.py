@@ -19,8 +19,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from specdec.decoding import show
-
 # Drafts are hardly ever accepted if at least 100 rounds asked for one and a drafted round accepts fewer than 0.05
 # tokens. Automatic length skips a bad strategy: if only a few rounds drafted, at least 6, the bound is 0.15.
 LEAST_ASKED, HARDLY = 100, 0.05
@@ -29,6 +27,7 @@ LEAST_DRAFTED, HARDLY_OF_FEW = 6, 0.15
 
 # The two rates that are both called "acceptance" elsewhere, and how tables name them (docs/metrics.md).
 PER_DRAFTED, PER_TESTED = "accepted per drafted", "accepted per tested"
+PER_DRAFTED_ROUND = "accepted per drafted round"  # by position: `acceptance_rate_per_position`
 RATES = {PER_DRAFTED: "draft_acceptance_rate", PER_TESTED: "conditional_acceptance_rate"}
 # Names of the release before this one, which still work: `stats.acceptance`, and beside the new keys in JSON.
 OLD_NAMES = {"acceptance": "conditional_acceptance_rate"}
@@ -279,9 +278,13 @@ class Stats:
         return sorted({*super().__dir__(), *Tally.__dataclass_fields__})  # so that Tab finds what __getattr__ has
 
     def __repr__(self) -> str:
+        from specdec.decoding import show  # which imports torch: figures alone need none
+
         return show.stats_repr(self)
 
     def _repr_html_(self) -> str:
+        from specdec.decoding import show
+
         return show.stats_html(self)
 
     @property

@@ -38,12 +38,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-import torch
 
 from specdec.errors import SpecdecError
+
+if TYPE_CHECKING:
+    import torch
 
 Values: TypeAlias = Any  # a float, a sequence of floats, a numpy array or a torch tensor
 RULES = ("leviathan", "match", "coupled")
@@ -153,6 +155,8 @@ def realised_acceptance(
     Returns:
         Weights `[...]` in [0, 1]. Raises SpecdecError for a token of probability 0 under p: it was not sampled from p.
     """
+    import torch
+
     target, draft = _distributions(p, q)
     ids = torch.as_tensor(np.asarray(tokens) if isinstance(tokens, list | tuple) else tokens, device=target.device)
     if ids.shape != target.shape[:-1] or ids.is_floating_point() or ids.is_complex():
@@ -200,6 +204,8 @@ def expected_rounds_from_text(weights: Values, k: int) -> Values:
     Returns:
         Rounds `[...]`.
     """
+    import torch
+
     w, length = _weights(weights), int(_whole("k", k).item())
     n = w.shape[-1]
     if length == 0:
@@ -241,6 +247,8 @@ def pooled_acceptance_from_histogram(histogram: Values) -> float:
 
 
 def _tokens_per_round(a: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    import torch
+
     # log1p and expm1 keep full precision next to a = 1, where 1 - a^(k+1) cancels; xlog1py(0, -1) is 0 (an empty sum).
     sum_of_powers = -torch.expm1(torch.special.xlog1py(k + 1.0, a - 1.0)) / (1.0 - a)
     return torch.where(a == 1.0, k + 1.0, sum_of_powers)
@@ -269,7 +277,7 @@ def _expected(p: torch.Tensor, q: torch.Tensor, rule: str, proposal: str) -> tor
     if proposal == "argmax":
         return p.gather(-1, q.argmax(-1, keepdim=True)).squeeze(-1)
     if rule == "leviathan":
-        return torch.minimum(p, q).sum(-1)
+        return p.minimum(q).sum(-1)
     if rule == "match":
         return (p * q).sum(-1)
     return coupled_joint(p, q).sum(-1)
@@ -280,7 +288,7 @@ def _realised(p: torch.Tensor, q: torch.Tensor, at: torch.Tensor, rule: str, pro
         return (at == q.argmax(-1, keepdim=True)).squeeze(-1).to(p.dtype)
     p_x, q_x = p.gather(-1, at).squeeze(-1), q.gather(-1, at).squeeze(-1)
     if rule == "leviathan":
-        return torch.minimum(p_x, q_x) / p_x
+        return p_x.minimum(q_x) / p_x
     if rule == "match":
         return q_x
     return coupled_joint(p, q).gather(-1, at).squeeze(-1) / p_x
@@ -292,6 +300,8 @@ def coupled_joint(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     With r = q / p the maximum is p_y/p_x where r_y <= r_x and q_y/q_x where r_y > r_x, so that in the order of r the
     sum is a prefix sum of p over p_x plus a suffix sum of q over q_x. Among equal r both terms are the same.
     """
+    import torch
+
     ratio = torch.where(q == 0, torch.zeros_like(q), q / p)  # inf where p = 0 < q
     order = ratio.argsort(-1)
     p_sorted, q_sorted = p.gather(-1, order), q.gather(-1, order)
@@ -304,7 +314,7 @@ def coupled_joint(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 
 def _position_counts(histogram: Values) -> tuple[np.ndarray, np.ndarray]:
     """Count rounds that accepted position i, and rounds that tested it, float64 `[k]` each."""
-    h = np.asarray(histogram.detach().cpu() if isinstance(histogram, torch.Tensor) else histogram, dtype=np.float64)
+    h = np.asarray(histogram.detach().cpu() if _is_tensor(histogram) else histogram, dtype=np.float64)
     if h.ndim == 1 and h.size:
         h = np.concatenate([np.zeros((len(h) - 1, len(h))), h[None]])
     if h.ndim != 2 or h.shape[0] != h.shape[1] or not h.size:
@@ -324,9 +334,17 @@ def _weights(value: Values) -> torch.Tensor:
     return w
 
 
+def _is_tensor(value: Values) -> bool:
+    import torch  # only where a formula is used, so that the module needs a moment to import and not seconds
+
+    return isinstance(value, torch.Tensor)
+
+
 def _tensor(name: str, value: Values, device: torch.device | str = "cpu") -> torch.Tensor:
+    import torch
+
     try:
-        tensor = value.detach() if isinstance(value, torch.Tensor) else torch.as_tensor(np.asarray(value))
+        tensor = value.detach() if _is_tensor(value) else torch.as_tensor(np.asarray(value))
         return tensor.to(device, torch.float64)
     except (TypeError, ValueError, RuntimeError) as error:
         raise SpecdecError(f"{name}: expected numbers, got {type(value).__name__}") from error
@@ -349,7 +367,7 @@ def _whole(name: str, value: Values) -> torch.Tensor:
 
 
 def _distributions(p: Values, q: Values) -> tuple[torch.Tensor, torch.Tensor]:
-    device = p.device if isinstance(p, torch.Tensor) else q.device if isinstance(q, torch.Tensor) else "cpu"
+    device = p.device if _is_tensor(p) else q.device if _is_tensor(q) else "cpu"
     target, draft = _tensor("p", p, device), _tensor("q", q, device)
     for name, rows in (("p", target), ("q", draft)):
         if rows.ndim == 0 or rows.shape[-1] == 0:
@@ -366,7 +384,7 @@ def _distributions(p: Values, q: Values) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _answer(result: torch.Tensor, *arguments: Values) -> Values:
     """Return `result` as a tensor, an array or a float, as the arguments are."""
-    tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
+    tensors = [x for x in arguments if _is_tensor(x)]
     if tensors:
         return result.to(tensors[0].device)
     if result.ndim == 0 and not any(isinstance(x, np.ndarray) for x in arguments):

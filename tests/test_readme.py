@@ -34,7 +34,7 @@ def test_the_python_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_commands_are_accepted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Every `specdec` line runs, with little to do."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("specdec.cli.bench.run_smoke", lambda *arguments: {"suites": {}})
+    monkeypatch.setattr("specdec.research.bench.smoke.run_smoke", lambda *arguments: {"suites": {}})
     monkeypatch.setattr("specdec.cli.bench._save", lambda *arguments: None)
     lines = [line for block in blocks("bash") for line in block.splitlines() if line.startswith("specdec ")]
     assert {line.split()[1] for line in lines} == {"demo", "generate", "check", "bench", "ablate", "results"}

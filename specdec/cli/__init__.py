@@ -42,7 +42,8 @@ VERBS = {
 class Verbs(TyperGroup):
     """The group of verbs; turns every error of the user's into one line and an exit status.
 
-    A verb's module is imported when the verb is run: for a list of verbs their names and a line each are enough.
+    A verb's module is imported when the verb is run: for a list of verbs their names and a line each are enough. It
+    imports torch, transformers and what needs them inside its functions: help and mistyped options need none of it.
     """
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -56,7 +57,8 @@ class Verbs(TyperGroup):
             raise unknown_name("command", args[0], VERBS)
         name, _, rest = super().resolve_command(ctx, args)
         command = load_verb(str(name))
-        ctx.with_resource(importlib.import_module("specdec.cli.output").quiet())
+        if not set(rest) & set(HELP["help_option_names"]):  # help loads no library that could say anything
+            ctx.with_resource(importlib.import_module("specdec.cli.output").quiet())
         return name, command, rest
 
     def main(self, args: Any = None, *arguments: Any, **options: Any) -> Any:

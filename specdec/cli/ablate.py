@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -14,16 +14,10 @@ from typer.core import TyperGroup
 from specdec.cli import output
 from specdec.cli.options import AsJson, DropLoops
 from specdec.files.texts import check_writable
-from specdec.research.ablation.config import load_ablation
-from specdec.research.ablation.merge import REPORT, check_packages, merge
-from specdec.research.ablation.report import EVERY_ROW_FAILED
-from specdec.research.ablation.runner import run_ablation
-from specdec.research.ablation.shard import Shard
-from specdec.research.ablation.store import Plan, cell_to_dict, read_manifest
-from specdec.research.ablation.summary import check_baseline
-from specdec.research.ablation.table import labels
-from specdec.research.ablation.tables import comparison_table, loop_warning, settings_table
-from specdec.research.ablation.work import Work, work_left
+from specdec.research.results_table import IN_WORDS
+
+if TYPE_CHECKING:
+    from specdec.research.ablation.work import Work
 
 Baseline = Annotated[str | None, typer.Option(help="Compare the others with this setting, by prompt.")]
 FAILED = 1
@@ -65,6 +59,15 @@ def run(
     Exit status 1: a text differs from plain decoding's where it must not, or a row failed. Of several processes, each
     with its own --shard, the last one that ends writes the table.
     """
+    from specdec.research.ablation.config import load_ablation
+    from specdec.research.ablation.merge import check_packages, merge
+    from specdec.research.ablation.runner import run_ablation
+    from specdec.research.ablation.shard import Shard
+    from specdec.research.ablation.store import Plan, cell_to_dict
+    from specdec.research.ablation.summary import check_baseline
+    from specdec.research.ablation.table import labels
+    from specdec.research.ablation.work import work_left
+
     check_packages()
     settings, part = load_ablation(config), Shard.parse(shard)
     if not dry_run:
@@ -115,6 +118,9 @@ def merge_(
     as_json: AsJson = False,
 ) -> None:
     """Make table.parquet, summary.json and report.html of what the processes of a launch have written."""
+    from specdec.research.ablation.merge import check_packages, merge
+    from specdec.research.ablation.store import read_manifest
+
     check_packages()
     read_manifest(folder)  # a folder that is no ablation's is not made
     check_writable(folder, "the folder", folder=True)
@@ -122,6 +128,8 @@ def merge_(
 
 
 def _finish(summary: Mapping[str, Any] | None, folder: Path, as_json: bool) -> None:
+    from specdec.research.ablation.merge import REPORT
+
     if summary is None:
         message = "rows are missing: other processes still run, or --partial makes the table of those that are there"
         if as_json:
@@ -140,8 +148,11 @@ def _finish(summary: Mapping[str, Any] | None, folder: Path, as_json: bool) -> N
 
 def print_summary(console: Console, summary: Mapping[str, Any]) -> None:
     """Print the summary of an ablation for people."""
+    from specdec.research.ablation.report import EVERY_ROW_FAILED
+    from specdec.research.ablation.tables import comparison_table, loop_warning, settings_table
+
     styles = ["bold red" if entry["differing"] else "" for entry in summary["settings"].values()]
-    shown = settings_table(summary).without("without prefill", "p", "rows", "errors")
+    shown = settings_table(summary).without(IN_WORDS["decode_speedup"], "p", "rows", "errors")
     console.print(output.rendered(shown, styles, whole_names=False))
     if summary.get("baseline") is not None and summary["comparisons"]:
         console.print(output.rendered(comparison_table(summary), whole_names=False))

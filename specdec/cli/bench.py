@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.console import Console
 from typer import Argument, Exit, Option
@@ -14,20 +14,14 @@ from typer import Argument, Exit, Option
 from specdec.cli import output
 from specdec.cli.inputs import given
 from specdec.cli.options import AsJson, Group, Pair, with_groups
-from specdec.config import load_yaml
 from specdec.errors import SpecdecError
 from specdec.files.compact_json import write_json
 from specdec.files.texts import check_writable
-from specdec.research.bench import report
-from specdec.research.bench.config import BenchConfig
 from specdec.research.bench.document import without_rows
-from specdec.research.bench.run import faults, missed, run_bench
-from specdec.research.bench.smoke import SUITES, equal, run_smoke
-from specdec.research.bench.smoke import tables as smoke_tables
-from specdec.research.exactness import summary
-from specdec.research.exactness.equality import Report
-from specdec.research.exactness.run import PARTS, ExactnessConfig, run_exactness
 from specdec.stats import PER_TESTED
+
+if TYPE_CHECKING:
+    from specdec.research.bench.config import BenchConfig
 
 FAILED = 1
 Save = Callable[[dict[str, Any]], None]
@@ -124,24 +118,33 @@ def bench(
 
 
 def _smoke(options: OfSmoke, save: Save) -> Done:
+    from specdec.research.bench.smoke import SUITES, equal, run_smoke
+
     with output.progress("benchmark") as advance:
         result = run_smoke(bool(options.quick), options.suite or tuple(SUITES), advance, save)
     return result, _print_smoke, equal(result)
 
 
 def _exactness(subject: Subject, options: OfExactness, save: Save) -> Done:
+    from specdec.config import load_yaml
+    from specdec.research.exactness.run import PARTS, ExactnessConfig, run_exactness
+    from specdec.research.exactness.summary import exact_holds
+
     base = ExactnessConfig() if options.config is None else load_yaml(options.config, ExactnessConfig)
     own = {name: getattr(options, name) for name in ("prompts", "max_new_tokens", "shared_device")}
     settings = base.changed(**subject.given(), **given(**own))
     with output.progress("exactness") as advance:
         result = run_exactness(settings, options.part or PARTS, options.time_limit, advance, save)
-    return result, _print_exactness, summary.exact_holds(result)
+    return result, _print_exactness, exact_holds(result)
 
 
 def bench_config(
     file: Path, models: Mapping[str, Any], contenders: Sequence[str] = (), minutes: float | None = None
 ) -> BenchConfig:
     """The file's config with what was given on the command line; contenders: only these, beside the reference."""
+    from specdec.config import load_yaml
+    from specdec.research.bench.config import BenchConfig
+
     config = load_yaml(file, BenchConfig)
     config.check_targets()
     config = replace(config, models=config.models.changed(**models))
@@ -151,6 +154,8 @@ def bench_config(
 
 
 def _file(file: Path, subject: Subject, options: OfFile, save: Save) -> Done:
+    from specdec.research.bench.run import faults, missed, run_bench
+
     settings = bench_config(file, subject.given(), options.contender or (), options.minutes)
     with output.progress("benchmark") as advance:
         result = run_bench(settings, file.stem, advance, save)
@@ -175,6 +180,8 @@ def _kept(saved: Sequence[Path], asked: Path | None) -> str:
 
 def _print_bench(console: Console, result: Mapping[str, Any]) -> None:
     """Tables: scenarios, passes, profiles, targets; then what did not run."""
+    from specdec.research.bench import report
+
     copy = result["copy"]["bytes_per_second"]
     console.print(f"{result['device']}: a copy moves {copy / 1e9:.1f} GB/s, reads and writes counted")
     shown = []
@@ -207,6 +214,9 @@ def _places(result: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
 
 def _print_exactness(console: Console, result: dict[str, Any]) -> None:
     """Reports of rows that differ, then one table."""
+    from specdec.research.exactness import summary
+    from specdec.research.exactness.equality import Report
+
     for group in result["groups"]:
         for name, run in group.get("runs", {}).items():
             for entry in run.get("reports", ()):
@@ -223,7 +233,9 @@ def _print_exactness(console: Console, result: dict[str, Any]) -> None:
 
 
 def _print_smoke(console: Console, result: dict[str, Any]) -> None:
-    for table in smoke_tables(result):
+    from specdec.research.bench.smoke import tables
+
+    for table in tables(result):
         if table.rows:
             console.print(output.rendered(table, whole_names=False))
     for name, suite in result["suites"].items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -10,8 +10,9 @@ from rich.console import Console
 from specdec.cli import output
 from specdec.cli.options import AsJson, Models, with_groups
 from specdec.errors import SpecdecError
-from specdec.models.loading import inspect_pair
-from specdec.models.pair_report import PairReport
+
+if TYPE_CHECKING:
+    from specdec.models.pair_report import PairReport
 
 
 @with_groups
@@ -26,6 +27,8 @@ def check(
 
     Exit status 2: the pair cannot work; the line on standard error says why.
     """
+    from specdec.models.loading import inspect_pair
+
     if models.target is None:
         raise SpecdecError("no target: give --target")
     if translate and models.draft is None:

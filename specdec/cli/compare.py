@@ -17,22 +17,8 @@ from specdec.cli.ablate import print_gate
 from specdec.cli.inputs import given, refuse_beside
 from specdec.cli.options import SETS, AsJson, DropLoops, Generation, Prompts, with_groups
 from specdec.files.texts import check_writable
-from specdec.research.ablation.compare import compare as run_compare
-from specdec.research.ablation.compare import compare_config
-from specdec.research.ablation.merge import check_packages
-from specdec.research.ablation.tables import (
-    DISTANCE,
-    LOOP_HEADS,
-    any_loops,
-    any_lossy,
-    comparison_table,
-    distance_cell,
-    loop_cells,
-    loop_warning,
-    marked,
-)
-from specdec.research.bench.tables import Table, interval
-from specdec.stats import PER_TESTED, RATES
+from specdec.research.bench.tables import Table
+from specdec.stats import PER_TESTED
 
 FAILED = 1
 POSITIONS = 6
@@ -63,6 +49,10 @@ def compare(
     Without --max-new-tokens, 64 tokens a row. Exit status 1: a text differs from plain decoding's where it must not, or
     a row failed.
     """
+    from specdec.research.ablation.compare import compare as run_compare
+    from specdec.research.ablation.compare import compare_config
+    from specdec.research.ablation.merge import check_packages
+
     check_packages()
     texts = prompts.texts()
     if texts:
@@ -89,21 +79,9 @@ def compare(
 
 
 def _print(console: Console, result: Mapping[str, Any]) -> None:
-    heads = ("candidate", "speed-up", "predicted", "tokens/round", *RATES, "cost c", "best length")
-    loops, lossy = any_loops(result["candidates"]), any_lossy(result["candidates"])
-    title = "fastest first; speed-up over plain decoding without prefill, 95 % intervals over prompts"
-    rows = []
-    for entry in result["candidates"]:
-        best = entry["best_length"]
-        speeds = [interval(entry["decode_speedup"]), output.number(entry["predicted_speedup"])]
-        rates = [interval(entry[name]) for name in ("tokens_per_round", *RATES.values())]
-        advice = "-" if best is None else str(best) if best else "off"
-        marks = [distance_cell(entry)] if lossy else []
-        marks += loop_cells(entry) if loops else []
-        name = marked(entry["name"], entry)
-        rows.append([name, *speeds, *rates, output.number(entry["cost_ratio"], 3), advice, *marks])
-    heads += ((DISTANCE,) if lossy else ()) + (LOOP_HEADS if loops else ())
-    console.print(output.rendered(Table(title, heads, rows), whole_names=False))
+    from specdec.research.ablation.tables import candidates_table, comparison_table, loop_warning
+
+    console.print(output.rendered(candidates_table(result["candidates"]), whole_names=False))
     _print_acceptance(console, result["candidates"])
     if result.get("comparisons"):
         console.print(output.rendered(comparison_table(result), whole_names=False))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -11,8 +11,10 @@ from rich.text import Text
 from specdec.cli import output
 from specdec.cli.inputs import make_run
 from specdec.cli.options import AsJson, Generation, Prompts, Run, with_groups
-from specdec.config import RunConfig, load_yaml
-from specdec.research.demo import DEMO, DemoResult, run_demo, tokens_per_second, with_demo_head
+
+if TYPE_CHECKING:
+    from specdec.config import RunConfig
+    from specdec.research.demo import DemoResult
 
 FAILED = 1
 SAME = "identical to plain decoding"
@@ -30,6 +32,9 @@ def demo(
 
     Exit status 1: the text is not the text of plain decoding, although it must be.
     """
+    from specdec.config import load_yaml
+    from specdec.research.demo import DEMO, run_demo, with_demo_head
+
     base = DEMO if run.config is None else load_yaml(run.config)
     typed = run.strategies if base.pair.target != DEMO.pair.target else with_demo_head(run.strategies)
     made = make_run(base, generation.settings(), typed, prompts.texts())
@@ -59,6 +64,8 @@ def _print(console: Console, result: DemoResult, run: RunConfig) -> None:
 
 
 def _summary(result: DemoResult, stats: dict[str, Any]) -> Any:
+    from specdec.research.demo import tokens_per_second
+
     shown = {
         "tokens per round": output.number(stats["tokens_per_round"]),
         "acceptance length": output.number(stats["acceptance_length"]),

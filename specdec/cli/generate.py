@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -13,11 +13,12 @@ from rich.console import Console
 from specdec.cli import output
 from specdec.cli.inputs import as_prompts, base_run, given, make_run, named_prompts
 from specdec.cli.options import CHAT, AllGeneration, AsJson, Models, Run, SetPrompts, with_groups
-from specdec.config import RunConfig
-from specdec.decoding.result import Generation
 from specdec.files.texts import check_writable, write_file
-from specdec.research.demo import load_decoder
-from specdec.research.prompts.datasets import Prompt
+
+if TYPE_CHECKING:
+    from specdec.config import RunConfig
+    from specdec.decoding.result import Generation
+    from specdec.research.prompts.datasets import Prompt
 
 SHARED = (
     "models",
@@ -54,6 +55,8 @@ def generate(
 
 
 def _generate(run: RunConfig, prompts: Sequence[Prompt], chat: bool | None, out: Path | None, as_json: bool) -> None:
+    from specdec.research.demo import load_decoder
+
     with output.progress("loading") as advance:
         decoder = load_decoder(run)
         advance("generating")

@@ -6,15 +6,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from specdec.config import GenerationSettings, PairConfig, RunConfig, load_yaml
-from specdec.decoding.validation import check_chain, check_generation, check_loading
-from specdec.drafters import make_drafters
 from specdec.errors import SpecdecError
 from specdec.files.texts import parse_yaml, read_text
-from specdec.research.prompts.datasets import Prompt, as_given, load_prompts
-from specdec.research.prompts.sources import ARRAY, LINES, Source
+
+if TYPE_CHECKING:
+    from specdec.config import RunConfig
+    from specdec.research.prompts.datasets import Prompt
 
 
 def given(**options: Any) -> dict[str, Any]:
@@ -35,6 +34,8 @@ def chain(
 
     Raises SpecdecError for an unknown strategy or option.
     """
+    from specdec.drafters import make_drafters
+
     if text is None and not translate:
         return None if known is None else tuple(known)
     given_chain = (None if known is None else list(known)) if text is None else text
@@ -50,6 +51,8 @@ def chain(
 
 def base_run(config: Path | None, models: Mapping[str, Any]) -> RunConfig:
     """The run of a config file, or a new one, with these models. Raises SpecdecError without a target."""
+    from specdec.config import PairConfig, RunConfig, load_yaml
+
     if config is not None:
         run: RunConfig = load_yaml(config)
         return replace(run, pair=replace(run.pair, **models))
@@ -62,6 +65,8 @@ def make_run(
     base: RunConfig, options: Mapping[str, Any], strategies: str | None, prompts: Sequence[str], translate: bool = False
 ) -> RunConfig:
     """The run with what was typed in place of its own. Raises SpecdecError before any model is loaded."""
+    from specdec.decoding.validation import check_chain, check_generation, check_loading
+
     check_loading(base.pair)
     generation = {**base.generation, **options}
     settings = check_generation(generation)
@@ -80,6 +85,9 @@ def named_prompts(texts: Sequence[str], files: Sequence[Path] = ()) -> list[Prom
 
     Raises SpecdecError for what cannot be read.
     """
+    from specdec.research.prompts.datasets import Prompt, load_prompts
+    from specdec.research.prompts.sources import ARRAY, LINES, Source
+
     found: list[Prompt] = []
     sets: list[Prompt] = []
     for file in files:
@@ -94,6 +102,8 @@ def named_prompts(texts: Sequence[str], files: Sequence[Path] = ()) -> list[Prom
 
 def as_prompts(prompts: Sequence[Prompt], tokenizer: Any, chat: bool | None) -> list[Any]:
     """Prompts as `generate` takes them; chat: through the chat template or not, None = chats are and texts are not."""
+    from specdec.research.prompts.datasets import as_given
+
     return [p.given(tokenizer) if chat is None else as_given(p, tokenizer, chat) for p in prompts]
 
 
@@ -116,6 +126,8 @@ def with_extra(options: Mapping[str, Any], pairs: Sequence[str]) -> dict[str, An
 
     Raises SpecdecError for one that was given both ways, and for one that does not exist.
     """
+    from specdec.config import GenerationSettings
+
     made = dict(options)
     for pair in pairs:
         name, separator, value = (part.strip() for part in pair.partition("="))

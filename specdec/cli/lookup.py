@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -13,13 +13,13 @@ from rich.markup import escape
 from specdec.cli import output
 from specdec.cli.inputs import read_prompts
 from specdec.cli.options import AsJson
-from specdec.drafters.ngram.lookup_cache import LONGEST, LookupCache
 from specdec.errors import SpecdecError
 from specdec.files.forms import WHOLE, check
 from specdec.files.texts import check_writable, parse_json_lines
-from specdec.models.loading import load_tokenizer
-from specdec.research.offline.lookup import chunk_count, lookup_stats
 from specdec.stats import PER_DRAFTED
+
+if TYPE_CHECKING:
+    from specdec.drafters.ngram.lookup_cache import LookupCache
 
 STATIC_SIZE = 2  # n-grams of upstream's static files, the only ones it looks up there
 
@@ -45,6 +45,8 @@ def create(
     as_json: AsJson = False,
 ) -> None:
     """Count the n-grams of texts and save them: a static file, or with --all-sizes a dynamic one."""
+    from specdec.drafters.ngram.lookup_cache import LONGEST, LookupCache
+
     check_writable(out, "--out")
     rows = _rows(files, prompt, ids, tokenizer)
     cache, sizes = LookupCache(), (1, LONGEST) if all_sizes else (STATIC_SIZE, STATIC_SIZE)
@@ -62,6 +64,8 @@ def merge(
     as_json: AsJson = False,
 ) -> None:
     """Add up the counts of files and save them to the last one named."""
+    from specdec.drafters.ngram.lookup_cache import LookupCache
+
     *inputs, out = files
     if not inputs:
         raise SpecdecError("lookup merge needs at least one file to read and, last, the file to write")
@@ -88,6 +92,9 @@ def stats(
     as_json: AsJson = False,
 ) -> None:
     """Count how much of a text lookup drafting would get right; no model runs."""
+    from specdec.drafters.ngram.lookup_cache import LookupCache
+    from specdec.research.offline.lookup import chunk_count, lookup_stats
+
     row = [token for one in _rows(files, prompt, ids, tokenizer) for token in one]
     known, grown = (None if file is None else LookupCache.load(file) for file in (static, dynamic))
     with output.progress("drafting", chunk_count(len(row), n_ctx)) as advance:
@@ -114,6 +121,9 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Show n-grams by size and the most frequent continuations, as text if a tokenizer is given."""
+    from specdec.drafters.ngram.lookup_cache import LookupCache
+    from specdec.models.loading import load_tokenizer
+
     cache = LookupCache.load(file)
     vocabulary = None if tokenizer is None else load_tokenizer(tokenizer)
     pairs = ((count, key, token) for key, successors in cache.items() for token, count in successors)
@@ -150,6 +160,8 @@ def _rows(
     files: list[Path] | None, prompts: list[str] | None, ids: list[Path] | None, tokenizer: str | None
 ) -> list[list[int]]:
     """Every text as ids: files, then prompts, then lines of id files. Raises SpecdecError for bad or no input."""
+    from specdec.models.loading import load_tokenizer
+
     texts = [*read_prompts([], files or []), *(prompts or [])]
     if texts and tokenizer is None:
         raise SpecdecError("texts need a tokenizer: give --tokenizer, or token ids with --ids")

@@ -7,13 +7,15 @@ from dataclasses import dataclass, fields
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 from typer import Option
 
 from specdec.cli.inputs import given, named_prompts, refuse_beside, with_extra
 from specdec.errors import SpecdecError
-from specdec.research.prompts.datasets import Prompt, load_prompts
+
+if TYPE_CHECKING:
+    from specdec.research.prompts.datasets import Prompt
 
 AsJson = Annotated[bool, Option("--json", help="Print one JSON document.")]
 DropLoops = Annotated[bool, Option("--drop-loops", help="Leave texts that repeat one piece to their end out.")]
@@ -117,6 +119,8 @@ class SetPrompts(Prompts):
 
     def read(self) -> list[Prompt]:
         """The prompts, those of the set last. Raises SpecdecError for what cannot be read."""
+        from specdec.research.prompts.datasets import load_prompts
+
         found = super().read()
         if self.dataset is None:
             refuse_beside("prompts that are no set: --dataset", given(category=self.category, limit=self.limit))

@@ -11,21 +11,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from huggingface_hub.utils import enable_progress_bars
-from huggingface_hub.utils import logging as hub_logging
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
-from transformers.utils import logging as transformers_logging
 
 from specdec.errors import SettingWarning
 from specdec.research.bench import tables
 from specdec.research.bench.tables import figure as number
 from specdec.research.colours import colour_of, on_any_ground
 from specdec.research.loops import loop_share
-from specdec.stats import RATES
+from specdec.stats import PER_DRAFTED_ROUND, RATES
 
 INTERRUPTED = 130  # exit status
 LOG_EVERY = 30.0  # seconds between lines of progress off a terminal
@@ -57,6 +54,10 @@ def finite(value: Any) -> Any:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Keep the libraries' warnings and loading bars off the screen; bars of downloads stay on a terminal."""
+    from huggingface_hub.utils import enable_progress_bars
+    from huggingface_hub.utils import logging as hub_logging
+    from transformers.utils import logging as transformers_logging
+
     loggers = (transformers_logging, hub_logging)
     levels, bars = [log.get_verbosity() for log in loggers], transformers_logging.is_progress_bar_enabled()
     for log in loggers:
@@ -219,10 +220,11 @@ def strategy_table(stats: Mapping[str, Any]) -> Table:
 
 
 def position_table(stats: Mapping[str, Any], most: int = 8) -> Table:
-    """Share of drafted rounds that accepted at least i tokens, by strategy and position."""
+    """Share of drafted rounds that accepted the token at each position, by strategy."""
     entries = {"all": stats, **stats["strategies"]}
     longest = min(most, max((len(e["acceptance_rate_per_position"]) for e in entries.values()), default=0))
-    made = table("accepted at least", *(str(i + 1) for i in range(longest)), title="By position in the draft")
+    title = f"{PER_DRAFTED_ROUND}, by position in the draft"
+    made = table("strategy", *(str(i + 1) for i in range(longest)), title=title)
     for name, entry in entries.items():
         rates = entry["acceptance_rate_per_position"][:longest]
         made.add_row(name, *(f"{r:.2f}" for r in rates))

@@ -12,7 +12,6 @@ from specdec.cli import output
 from specdec.cli.options import AsJson, DropLoops
 from specdec.errors import SpecdecError
 from specdec.files.texts import check_writable
-from specdec.research.results import Results
 
 
 def results(
@@ -32,6 +31,8 @@ def results(
     Groups: strategy, position, length (of the draft), and every axis or column of the table, such as setting, k,
     temperature, category, prompt.
     """
+    from specdec.research.results import Results
+
     if as_csv + as_latex + as_json > 1:
         raise SpecdecError("give one of --csv, --latex and --json")
     if baseline is not None and by is not None:

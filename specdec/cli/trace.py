@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text
@@ -14,18 +14,15 @@ from rich.text import Text
 from specdec.cli import output
 from specdec.cli.inputs import as_prompts, base_run, make_run, named_prompts
 from specdec.cli.options import CHAT, AsJson, Generation, Models, Run, SetPrompts, with_groups
-from specdec.config import RunConfig
-from specdec.decoding.prompts import chat_rows
-from specdec.decoding.result import Round
 from specdec.files.texts import check_writable
-from specdec.research.demo import load_decoder
-from specdec.research.prompts.datasets import Prompt
-from specdec.research.traces.analysis import analyse
-from specdec.research.traces.monitor import Monitor
-from specdec.research.traces.rounds import Piece, pieces_of
-from specdec.research.traces.trace import Trace, record
-from specdec.research.traces.trace_files import paths_of
 from specdec.stats import PER_DRAFTED, PER_TESTED
+
+if TYPE_CHECKING:
+    from specdec.config import RunConfig
+    from specdec.decoding.result import Round
+    from specdec.research.prompts.datasets import Prompt
+    from specdec.research.traces.rounds import Piece
+    from specdec.research.traces.trace import Trace
 
 app = typer.Typer(
     help="Record every round of a run, and show it.", context_settings={"help_option_names": ["-h", "--help"]}
@@ -48,6 +45,8 @@ def record_run(
     as_json: AsJson = False,
 ) -> None:
     """Generate, and record every round. Warns on standard error while drafts are hardly accepted."""
+    from specdec.research.traces.trace_files import paths_of
+
     for path in (*paths_of(out), *([] if html is None else [html])):
         check_writable(path, "--out" if path != html else "--html")
     chosen = prompts.read()
@@ -67,6 +66,11 @@ def record_run(
 
 
 def _record(run: RunConfig, prompts: Sequence[Prompt], chat: bool | None, top: int) -> Trace:
+    from specdec.decoding.prompts import chat_rows
+    from specdec.research.demo import load_decoder
+    from specdec.research.traces.monitor import Monitor
+    from specdec.research.traces.trace import record
+
     with output.progress("loading") as advance:
         decoder = load_decoder(run)
         given = as_prompts(prompts, decoder.tokenizer, chat)
@@ -88,6 +92,8 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Print the text with every token's origin, rejected drafts in [-brackets-]; with --json the rounds as recorded."""
+    from specdec.research.traces.trace import Trace
+
     if html is not None:
         check_writable(html, "--html")
     trace = Trace.load(path)
@@ -119,6 +125,8 @@ def _write_page(trace: Trace, html: Path | None) -> None:
 
 def _text(trace: Trace, index: int, rounds: Sequence[Round], palette: dict[str, str]) -> Text:
     """The row's text, with `...` in place of the rounds that were filtered out."""
+    from specdec.research.traces.rounds import pieces_of
+
     row, shown = trace.rows[index], {id(r) for r in rounds}
     text = Text(row.prompt_text or " ".join(map(trace.text_of, row.prompt)), style="dim")
 
@@ -151,6 +159,8 @@ def _round_table(trace: Trace, rounds: Sequence[Round]) -> Any:
 
 
 def _analysis_table(trace: Trace, rows: list[int] | None, strategies: list[str] | None) -> Any:
+    from specdec.research.traces.analysis import analyse
+
     heads = ("strategy", "position", "tested", PER_TESTED, "expected", PER_DRAFTED)
     made = output.table(*heads, title="Acceptance")
     for entry in analyse(trace, ("strategy", "position"), rows, strategies):

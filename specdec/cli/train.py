@@ -12,6 +12,7 @@ from rich.console import Console
 from specdec.cli import output
 from specdec.cli.options import AsJson
 from specdec.files.texts import check_writable
+from specdec.stats import PER_TESTED
 
 app = typer.Typer(
     help="Train a drafter on what its target would write (docs/training.md). Resumes where it stopped.",
@@ -65,7 +66,7 @@ def _search(file: Path, options: dict[str, Any], as_json: bool) -> None:
     if as_json:
         output.print_json([{**asdict(one), "strategy": one.strategy} for one in found])
         return
-    made = output.table("strategy", "acceptance", "cost", "speed-up", title="Layers to leave out, teacher-forced")
+    made = output.table("strategy", PER_TESTED, "cost c", "predicted", title="Layers to leave out, teacher-forced")
     for one in found[:10]:
         made.add_row(one.strategy, *(output.number(n) for n in (one.acceptance, one.cost, one.speedup)))
     output.stdout().print(made)

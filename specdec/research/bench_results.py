@@ -119,13 +119,16 @@ def _of_smoke(data: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             advice = entry["advice"]
             rate = advice.get("conditional_acceptance_rate", advice.get("acceptance"))
             for contender, speed in entry["tokens_per_second"].items():
-                drafts = contender == "speculative"
-                own = {"tokens_per_round": entry["tokens_per_round"], "conditional_acceptance_rate": rate}
-                own["acceptance_length"] = entry["acceptance_length"]
+                names = ("tokens_per_round", "conditional_acceptance_rate", "acceptance_length")
+                counted: dict[str, Any] = dict.fromkeys(names)
+                if contender == "speculative":
+                    counted = {**{name: entry.get(name) for name in names}, "conditional_acceptance_rate": rate}
+                elif contender == "plain":
+                    counted |= {"tokens_per_round": 1.0, "acceptance_length": 1.0}
                 gain = entry["ratios"].get(f"{contender}_to_plain")
                 yield {
                     **{"suite": suite, "category": category, "contender": contender},
-                    **{name: _interval(value if drafts else None) for name, value in own.items()},
+                    **{name: _interval(value) for name, value in counted.items()},
                     **{"tokens_per_second": _interval(speed), "speedup": _interval(gain)},
                 }
 

@@ -304,8 +304,9 @@ def _ratio(clusters: Mapping[Any, Counts], top: str, bottom: str) -> Interval:
 
 
 def _acceptance_length(clusters: Mapping[Any, Counts]) -> Interval:
+    """1 + accepted tokens per drafted round; 1 without one, as in `Stats`."""
     found = _ratio(clusters, "accepted_tokens", "drafted_rounds")
-    return Interval(*(None if x is None else 1 + x for x in (found.value, found.low, found.high)))
+    return Interval(1 + (found.value or 0.0), *(None if x is None else 1 + x for x in (found.low, found.high)))
 
 
 def _difference_row(entry: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,11 +14,12 @@ from specdec.errors import SpecdecError, unknown_name
 from specdec.files.texts import write_file
 from specdec.research.bench import tables
 from specdec.research.bootstrap import Interval
-from specdec.stats import RATES
+from specdec.stats import PER_DRAFTED_ROUND, RATES
 
 IN_WORDS = {name: words for words, name in RATES.items()} | {
     "tokens_per_round": "tokens/round", "tokens_per_second": "tokens/s", "speedup": "speed-up",
-    "decode_speedup": "without prefill", "acceptance_rate": "accepted per drafted round",
+    "decode_speedup": "speed-up without prefill", "predicted_speedup": "predicted",
+    "acceptance_rate": PER_DRAFTED_ROUND,
     "least_p": "p at least", "loop_share": "in loops", "strategies": "chain", "temperature": "T",
     "distance": "distance to p",
 }  # fmt: skip

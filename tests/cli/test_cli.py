@@ -73,7 +73,7 @@ def test_python_m_specdec_demo_json() -> None:
 def test_demo_for_people() -> None:
     done = run("demo", "--max-new-tokens", "16", "--repeats", "1", "--prompt", PROMPT)
     assert done.exit_code == 0, done.output
-    for part in (PROMPT, "tokens per round", "prompt-lookup", "draft-model", "prefill", "accepted at least"):
+    for part in (PROMPT, "tokens per round", "prompt-lookup", "draft-model", "prefill", "accepted per drafted round"):
         assert part in done.stdout
     assert [line for line in done.stdout.splitlines() if "identical to plain" in line and "yes" in line]
 
@@ -273,11 +273,11 @@ def test_check_refuses_what_cannot_work(tmp_path: Path) -> None:
 def test_bench_writes_the_file_before_it_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Unequal token ids are a failed check: exit status 1, with the results kept."""
     result = {"suites": {"s": {"skipped": "no network"}}}
-    monkeypatch.setattr("specdec.cli.bench.run_smoke", lambda *arguments: result)
+    monkeypatch.setattr("specdec.research.bench.smoke.run_smoke", lambda *arguments: result)
     file = tmp_path / "new" / "out.json"
     assert run_json("bench", "--smoke", "--out", str(file)) == result
     assert json.loads(file.read_text(encoding="utf-8")) == result
-    monkeypatch.setattr("specdec.cli.bench.equal", lambda result: False)
+    monkeypatch.setattr("specdec.research.bench.smoke.equal", lambda result: False)
     assert run("bench", "--smoke", "--json").exit_code == 1
     assert "no network" in run("bench", "--smoke").stdout
 
@@ -286,7 +286,7 @@ def test_an_interrupted_bench_leaves_files_as_they_were(monkeypatch: pytest.Monk
     def interrupted(*arguments: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("specdec.cli.bench.run_smoke", interrupted)
+    monkeypatch.setattr("specdec.research.bench.smoke.run_smoke", interrupted)
     old, new = tmp_path / "old.json", tmp_path / "new.json"
     old.write_text("{}", encoding="utf-8")
     for file in (old, new):
@@ -406,6 +406,27 @@ def test_help_version_and_a_typo_import_neither_torch_nor_transformers() -> None
         imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
         assert "specdec.cli" in imported
         assert {"torch", "transformers", "numpy"}.isdisjoint(imported)
+
+
+def test_help_of_every_verb_and_theory_need_neither_torch_nor_a_second() -> None:
+    script = """
+import sys, time
+import specdec.theory
+from typer.testing import CliRunner
+from specdec.cli import VERBS, app, load_verb
+calls = [[v, *sub] for v in VERBS for sub in ([], *([s] for s in getattr(load_verb(v), "commands", ())))]
+seconds = []
+for call in calls:
+    started = time.process_time()
+    assert CliRunner().invoke(app, [*call, "--help"]).exit_code == 0, call
+    seconds.append(time.process_time() - started)
+print(len(calls), max(seconds), *{"torch", "transformers"} & set(sys.modules))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    calls, slowest, *imported = done.stdout.split()
+    assert int(calls) > len(VERBS)  # verbs of verbs too
+    assert (float(slowest) < 1, imported) == (True, [])
 
 
 def test_every_verb_has_its_module_and_says_what_it_does() -> None:

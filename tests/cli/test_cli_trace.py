@@ -91,7 +91,7 @@ def test_an_interrupted_recording_keeps_its_rounds_and_says_so(tmp_path: Path, m
     def interrupting(entry: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("specdec.cli.trace.Monitor", lambda *given, **options: interrupting)
+    monkeypatch.setattr("specdec.research.traces.monitor.Monitor", lambda *given, **options: interrupting)
     arguments = ("--prompt", "def add", "--max-new-tokens", "8", "--out", str(tmp_path / "t"))
     done = run("trace", "record", "--target", "demo-target", "--draft", "demo-draft", *arguments)
     assert done.exit_code == 130

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from specdec.cli import export as verb
-from specdec.cli.export import read_chain, translate
 from specdec.config import GenerationSettings, PairConfig, RunConfig
 from specdec.drafters import STRATEGIES
 from specdec.files.engines import ENGINES
 from specdec.files.own_code import parameters
+from specdec.research import export as engines
+from specdec.research.export import read_chain, translate
 from tests.cli.test_cli import ROOT, run, run_json
 
 NEEDED = {"eagle3": ":head=org/head", "dflash": ":head=org/head", "rest": ":corpus=c.txt", "early-exit": ":layers=2"}
@@ -91,7 +91,7 @@ def test_every_option_is_written_or_lost(engine: str, monkeypatch: pytest.Monkey
             values.pop(option, None)
         return {}
 
-    monkeypatch.setitem(verb.ADAPT, engine, forgetful)  # the control
+    monkeypatch.setitem(engines.ADAPT, engine, forgetful)  # the control
     assert "dflash:mask_token_id=3" in silent(engine)
 
 

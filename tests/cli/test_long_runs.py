@@ -131,7 +131,6 @@ def test_a_smoke_benchmark_that_is_stopped_leaves_what_it_has(monkeypatch: pytes
     found = iter([{"summary": {"total": 1}}, {"summary": {"total": 2}, "interrupted": True}])
     monkeypatch.setattr(smoke, "SUITES", dict.fromkeys(("embedded-pair", "smollm2-135m", "never"), lambda quick: None))
     monkeypatch.setattr(smoke, "measure", lambda suite, progress: next(found))
-    monkeypatch.setattr("specdec.cli.bench.SUITES", smoke.SUITES)
     out = tmp_path / "out.json"
     done = run("bench", "--smoke", "--out", str(out))
     assert (done.exit_code, done.stderr) == (130, f"interrupted: what was measured so far is in {out}\n")

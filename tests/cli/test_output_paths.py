@@ -57,8 +57,9 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in (
         "specdec.models.loading.LoadedPair.load", "specdec.models.loading._tokenizer_of",
-        "specdec.cli.bench.run_smoke", "specdec.cli.ablate.Plan.make", "specdec.cli.trace.Trace.load",
-        "specdec.cli.lookup.LookupCache.load", "specdec.drafters.eagle3.load_head",
+        "specdec.research.bench.smoke.run_smoke", "specdec.research.ablation.store.Plan.make",
+        "specdec.research.traces.trace.Trace.load",
+        "specdec.drafters.ngram.lookup_cache.LookupCache.load", "specdec.drafters.eagle3.load_head",
     ):  # fmt: skip
         monkeypatch.setattr(name, working)
 

@@ -273,7 +273,7 @@ def test_other_ids_than_plains_are_a_fault(
     wrong = {**result, "scenarios": {"one": found}}
     assert run.faults(wrong) == ["one: draft-model: 1 of 1 rows"]
     assert found["contenders"]["draft-model"]["equality"]["first_difference"] == {"prompt": "a", "token": 3}
-    monkeypatch.setattr("specdec.cli.bench.run_bench", lambda *arguments: wrong)
+    monkeypatch.setattr("specdec.research.bench.run.run_bench", lambda *arguments: wrong)
     done = CliRunner().invoke(app, ["bench", str(config_file)])
     assert done.exit_code == 1
     assert "one: draft-model: 1 of 1 rows" in done.stderr
@@ -360,7 +360,7 @@ def test_draft_passes_are_counted_without_prefill() -> None:
 def test_a_missed_target_is_a_failure_only_when_asked(
     config_file: Path, result: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specdec.cli.bench.run_bench", lambda *arguments: result)
+    monkeypatch.setattr("specdec.research.bench.run.run_bench", lambda *arguments: result)
     assert CliRunner().invoke(app, ["bench", str(config_file)]).exit_code == 0
     assert CliRunner().invoke(app, ["bench", str(config_file), "--strict"]).exit_code == 1
 

@@ -6,16 +6,21 @@ import csv
 import io
 import json
 import sys
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from specdec import Results
+from specdec import Results, Stats
 from specdec.cli import app
 from specdec.errors import SpecdecError
+from specdec.research.ablation import plots
+from specdec.research.ablation.compare import candidate
+from specdec.research.ablation.summary import by_setting, summarise
 from specdec.research.ablation.table import write_table
+from specdec.research.ablation.tables import candidates_table, settings_table
 from specdec.research.bootstrap import least_p, sign_flip_test
 from specdec.research.results_table import escape_latex
 from tests.helpers.grid import PROMPTS
@@ -190,7 +195,7 @@ def test_over_one_run_every_verb_gives_the_same_value_for_the_same_name(tmp_path
 
     out = ask("generate", *models, *chain)["stats"]
     ablated = ask("ablate", str(tmp_path / "a.yaml"), "--out", str(tmp_path / "runs"))["settings"]["draft-model"]
-    compared = ask("compare", *models, "--k", "3")["candidates"][0]
+    compared = ask("compare", *models, "--k", "3", "--out", str(tmp_path / "compared"))["candidates"][0]
     ask("trace", "record", *models, *chain, "--out", str(tmp_path / "trace"))
     grouped = [
         next(e for e in ask("results", str(tmp_path / name), "--by", "strategy") if e["strategy"] == "draft-model")
@@ -208,6 +213,35 @@ def test_over_one_run_every_verb_gives_the_same_value_for_the_same_name(tmp_path
     )
     assert "draft_acceptance_rate" in json.dumps(traced)
     assert ablated["acceptance"] == ablated["conditional_acceptance_rate"]  # the old name
+    # Seconds are of one run: those of the comparison, in the verbs that read its folder.
+    [again] = [e for e in ask("results", str(tmp_path / "compared")) if e["setting"].endswith("draft-model")]
+    [merged] = [s for s in ask("ablate", "merge", str(tmp_path / "compared"))["settings"].values() if s["drafts"]]
+    for name in ("speedup", "decode_speedup", "tokens_per_second"):
+        assert compared[name]["value"] == merged[name]["value"] == again[name], name
+    assert compared["speedup"]["value"] != compared["decode_speedup"]["value"]
+
+
+def test_every_table_has_the_same_value_under_the_same_head(rows: list[Any]) -> None:
+    named = [{**r, "pair": r["setting"], "k": None} for r in rows]
+    groups = [group for group in by_setting(named).values() if group[0]["drafts"]]
+    tables = [
+        settings_table(summarise(named)),
+        candidates_table([candidate(group, named, None) for group in groups]),
+        Results.load(named).by().text_table(),
+        Results.load(named).by().text_table(["decode_speedup"]),
+    ]
+    found: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for table, cells in ((t, r) for t in tables for r in t.rows):
+        for head, cell in zip(table.heads[1:], cells[1:], strict=True):
+            found[cells[0], head].add(cell)
+    assert {key: texts for key, texts in found.items() if len(texts) > 1} == {}
+    assert {"speed-up", "speed-up without prefill", "accepted per tested"} < {head for _, head in found}
+    for group in groups:
+        name = group[0]["setting"]
+        assert found[name, "speed-up"].isdisjoint(found[name, "speed-up without prefill"])
+    drawn = plots.speedup_against_k(rows).axes[0].get_ylabel()
+    assert drawn == "speed-up without prefill"
+    assert found["plain", "acceptance length"] == {"1.00"} == {f"{Stats().total.acceptance_length:.2f}"}
 
 
 # -- documents of specdec bench ---------------------------------------------------------------------------------------

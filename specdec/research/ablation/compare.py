@@ -111,7 +111,7 @@ def compare(
     named = {c["name"]: group for c, group in zip(made, groups, strict=True)}
     others = [name for name in named if baseline not in (None, name)]
     compared = [compare_settings(name, named[name], baseline, named[baseline]) for name in others] if baseline else []
-    made.sort(key=lambda c: -((c["decode_speedup"] or {}).get("value") or 0.0))
+    made.sort(key=lambda c: -((c["speedup"] or {}).get("value") or 0.0))
     head = {k: summary[k] for k in ("date", "commit", "versions", "machine", "gate", "errors", "dropped_loops")}
     return {**head, "candidates": made, **({"comparisons": compared} if baseline is not None else {})}
 

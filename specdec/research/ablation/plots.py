@@ -33,6 +33,7 @@ from specdec.research.ablation.summary import (
 from specdec.research.ablation.table import Row
 from specdec.research.bootstrap import ratio
 from specdec.research.colours import colour_of
+from specdec.research.results_table import IN_WORDS
 from specdec.stats import PER_TESTED, RoundRecord
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def speedup_against_k(rows: list[Row], axes: Any, look: Look) -> None:
                 drawn[name] = setting
     if not curves:
         raise SpecdecError("the results table has no drafting setting with an axis k and plain rows")
-    _label(axes, "draft length k", "speed-up over plain decoding")
+    _label(axes, "draft length k", IN_WORDS["decode_speedup"])
     colours = Look([{**groups[setting][0], "setting": name} for name, setting in drawn.items()])
     for name, points in curves.items():
         points.sort(key=lambda point: point[0])

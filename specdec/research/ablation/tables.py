@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from specdec.research.ablation.summary import COMPARED
 from specdec.research.bench.tables import Table, figure, interval
+from specdec.research.results_table import IN_WORDS
 from specdec.stats import PER_TESTED, RATES
 
-_IN_WORDS = {name: words for words, name in RATES.items()}
-DISTANCE = "distance to p"
-LOOP_HEADS = ("in loops", f"{PER_TESTED} without loops")
+LOOP_HEADS = (IN_WORDS["loop_share"], f"{PER_TESTED} without loops")
+WHOLE = "speed-up over plain decoding of the same prompts and seeds, prefill included"
 
 
 def settings_table(summary: Mapping[str, Any]) -> Table:
     """Figures of every setting."""
-    title = "pooled figures with 95 % intervals over prompts; speed-up paired with plain decoding, prefill included"
-    heads = ["setting", "tokens/round", *RATES, "tokens/s", "speed-up", "without prefill", "predicted", "p"]
+    names = ("tokens_per_round", *RATES.values(), "tokens_per_second", "speedup", "decode_speedup", "predicted_speedup")
+    heads = ["setting", *(IN_WORDS[name] for name in names), "p"]
     loops, lossy = (find(summary["settings"].values()) for find in (any_loops, any_lossy))
-    heads += [DISTANCE] if lossy else []
+    heads += [IN_WORDS["distance"]] if lossy else []
     rows = []
     for name, entry in summary["settings"].items():
         figures = [interval(entry["tokens_per_round"])]
@@ -30,7 +30,24 @@ def settings_table(summary: Mapping[str, Any]) -> Table:
         figures += [p_value(entry.get("speedup_p")), *([distance_cell(entry)] if lossy else [])]
         figures += loop_cells(entry) if loops else []
         rows.append([marked(name, entry), *figures, same, str(entry["rows"]), str(entry["errors"])])
-    return Table(title, [*heads, *(LOOP_HEADS if loops else ()), "same text", "rows", "errors"], rows)
+    heads += [*LOOP_HEADS] * loops + ["same text", "rows", "errors"]
+    return Table(f"pooled figures with 95 % intervals over prompts; {WHOLE}", heads, rows)
+
+
+def candidates_table(candidates: Sequence[Mapping[str, Any]]) -> Table:
+    """Figures of every candidate of a comparison."""
+    names = ("tokens_per_round", *RATES.values(), "speedup", "decode_speedup")
+    heads = ["candidate", *(IN_WORDS[name] for name in (*names, "predicted_speedup")), "cost c", "best length"]
+    loops, lossy = any_loops(candidates), any_lossy(candidates)
+    heads += [IN_WORDS["distance"]] * lossy + [*LOOP_HEADS] * loops
+    rows = []
+    for entry in candidates:
+        best = entry["best_length"]
+        cells = [*(interval(entry[name]) for name in names), figure(entry["predicted_speedup"])]
+        cells += [figure(entry["cost_ratio"], 3), "-" if best is None else str(best) if best else "off"]
+        cells += [distance_cell(entry)] if lossy else []
+        rows.append([marked(entry["name"], entry), *cells, *(loop_cells(entry) if loops else ())])
+    return Table(f"fastest first; 95 % intervals over prompts; {WHOLE}", heads, rows)
 
 
 def any_lossy(entries: Iterable[Mapping[str, Any]]) -> bool:
@@ -55,10 +72,8 @@ def any_loops(entries: Iterable[Mapping[str, Any]]) -> bool:
 
 def loop_cells(entry: Mapping[str, Any]) -> list[str]:
     """The cells of a setting under LOOP_HEADS."""
-    share, without = (entry["loop_share"] or {}).get("value"), entry if entry["drafts"] else {}
-    if "without_loops" in without:
-        without = entry["without_loops"]
-    return ["-" if share is None else f"{share:.0%}", interval(without.get("conditional_acceptance_rate"))]
+    without = entry.get("without_loops", entry) if entry["drafts"] else {}
+    return [interval(entry["loop_share"]), interval(without.get("conditional_acceptance_rate"))]
 
 
 def loop_warning(summary: Mapping[str, Any]) -> str | None:
@@ -79,7 +94,7 @@ def comparison_table(summary: Mapping[str, Any]) -> Table:
     """Paired differences of the settings that draft; the title says what p cannot fall below."""
     heads = ["setting", "against"]
     for name in COMPARED:
-        heads += [f"{_IN_WORDS.get(name) or name.replace('_', ' ')}: difference", "p"]
+        heads += [f"{IN_WORDS[name]}: difference", "p"]
     rows = []
     for entry in summary["comparisons"]:
         cells = [entry["setting"], entry["against"]]

@@ -11,13 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from specdec.decoding.provenance import versions
-
 
 def machine() -> dict[str, Any]:
     """The machine in words, without its name."""
+    import torch
+
     model = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -31,6 +29,8 @@ def machine() -> dict[str, Any]:
 
 def origin() -> dict[str, Any]:
     """When, by what and where a result is made: `date` (UTC), `commit`, `versions`, `machine`."""
+    from specdec.decoding.provenance import versions
+
     date = time.strftime("%Y-%m-%d", time.gmtime())
     return {"date": date, "commit": commit(), "versions": versions(), "machine": machine()}
 
