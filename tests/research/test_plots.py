@@ -102,6 +102,14 @@ def test_cost_and_gain_of_a_round_are_in_plain_passes(rows: list[Any]) -> None:
     assert corners["draft k=1"] == corners["draft k=2"] != corners["lookup"], "only what is beaten is a circle"
 
 
+def test_numbers_tell_many_settings_of_the_cost_plot_apart(rows: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not any(t.get_text() == "1" for t in plots.cost_acceptance_pareto(rows).axes[0].texts)
+    monkeypatch.setattr(plots, "MOST_COLOURS", 2)
+    axes = plots.cost_acceptance_pareto(rows).axes[0]
+    numbers = {t.get_text() for t in axes.texts} & {"1", "2", "3"}
+    assert {c.get_label().split()[0] for c in axes.collections} == numbers == {"1", "2", "3"}
+
+
 def test_the_context_curve_bins_rounds_by_the_text_before_them() -> None:
     """Eight bins of equal counts, so two for each of four texts of thirty rounds."""
     right, wrong = ([("draft-model", 1, stood)] * 30 for stood in (1, 0))

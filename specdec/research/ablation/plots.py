@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LEAST_TESTED = 5  # tokens of a point that is plotted
+MOST_COLOURS = 8  # settings of a scatter plot that colours tell apart
 TIME_BINS, CONTEXT_BINS = 12, 8
 THEORY_POINTS = 256  # at most, of a theory's line
 
@@ -106,7 +107,7 @@ def speedup_against_k(rows: list[Row], axes: Any, look: Look) -> None:
 @of_table(*ROUNDS, *PAIRED)
 def cost_acceptance_pareto(rows: list[Row], axes: Any, look: Look) -> None:
     """Tokens a round against the cost of a round in plain passes. A line from the origin is one speed-up; settings that
-    no other one beats in both are diamonds."""
+    no other one beats in both are diamonds. Numbers tell many settings apart."""
     points = []
     for name, group in _drafting(rows).items():
         mine, plain = paired(group, references(group, rows))
@@ -121,9 +122,13 @@ def cost_acceptance_pareto(rows: list[Row], axes: Any, look: Look) -> None:
     for gain in (0.5, 1.0, 1.5, 2.0, 3.0):
         axes.plot([0, widest], [0, gain * widest], color="lightgrey", linewidth=0.8, zorder=0)
         axes.annotate(f"{gain:g}x", (0.98 * widest, 0.98 * gain * widest), color="grey", fontsize=8, clip_on=True)
-    for name, cost, gain in points:
+    for i, (name, cost, gain) in enumerate(points, 1):
         beaten = any(c <= cost and g >= gain and (c, g) != (cost, gain) for _, c, g in points)
-        axes.scatter([cost], [gain], s=45, label=name, marker="o" if beaten else "D", color=look.colour(name))
+        label, shape = name, "o" if beaten else "D"
+        if len(points) > MOST_COLOURS:
+            label = f"{i}  {name}"
+            axes.annotate(str(i), (cost, gain), (4, 3), textcoords="offset points", fontsize=8)
+        axes.scatter([cost], [gain], s=45, label=label, marker=shape, color=look.colour(name))
     axes.set_xlim(min(0.9, *(c for _, c, _ in points)) * 0.95, widest)
     axes.set_ylim(0.9, max(g for _, _, g in points) * 1.1)
 
