@@ -3,6 +3,7 @@ prefill by chunks, and generations eager against graphs, on a GPU.
 
     python scripts/measure_graphs.py --out results/graphs_h100.json        # stops after --seconds
     python scripts/measure_graphs.py --modes --out FILE                    # inductor against max alone, 2 minutes
+    python scripts/measure_graphs.py --start-up --out FILE                 # first calls and compilations by size
     python scripts/measure_graphs.py --tiny --out FILE                     # the same steps with toys, also on a CPU
 
 Models have Llama shapes and random weights: only time is measured on them. What is equal is checked on the embedded
@@ -13,7 +14,12 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
+import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -94,7 +100,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=270.0, help="no new part is begun after this time")
     parser.add_argument("--no-compiled", action="store_true")
     parser.add_argument("--modes", action="store_true", help="nothing but inductor against max, widths 1 and 8")
+    parser.add_argument("--start-up", action="store_true", help="nothing but first calls with a cold and a warm cache")
+    parser.add_argument("--size", choices=[*SIZES], help="--start-up in this process, of one size")
+    parser.add_argument("--calls", type=int, default=200, help="--start-up: calls of varied lengths after the first")
     args = parser.parse_args()
+    if args.start_up:
+        return start_ups(args) if args.size is None else write_json(args.out, start_up(args))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokens, copy = 4 if args.tiny else 32, bandwidth(device, 1 << (20 if args.tiny else 30))
     settings = {"dtype": "bfloat16", "tiny": args.tiny, "repeats": REPEATS, "new_tokens": tokens}
@@ -187,6 +198,57 @@ def modes(model: Any, left: Any) -> dict[str, Any]:
     return table
 
 
+def start_ups(args: argparse.Namespace) -> None:
+    """Every size in processes of its own: with an empty compile cache, and with what the first one left there."""
+    result: dict[str, Any] = {**origin(), "device": "", "calls": args.calls, "tiny": args.tiny, "start_up": {}}
+    for size in SIZES:
+        with tempfile.TemporaryDirectory() as folder:
+            entry = result["start_up"][size] = {}
+            for cache, calls in (("cold", args.calls), ("warm", 0)):
+                out = Path(folder) / f"{cache}.json"
+                command = [sys.executable, __file__, "--start-up", "--size", size, "--calls", str(calls)]
+                command += ["--out", str(out), *["--tiny"] * args.tiny]
+                kept = {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": f"{folder}/triton"}
+                subprocess.run(command, env={**os.environ, **kept}, check=True)
+                entry[cache] = json.loads(out.read_text(encoding="utf-8"))
+                result["device"] = entry[cache].pop("device")
+                print(size, cache, entry[cache], flush=True)
+                write_json(args.out, result)
+
+
+def start_up(args: argparse.Namespace) -> dict[str, Any]:
+    """Seconds until a first call is done, plainly and with a draft, and what later calls of other lengths compile."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    small = replace(TINY["1B"], vocab=256)
+    target, draft = ((small if args.tiny else shape).build(device) for shape in (SIZES[args.size], DRAFT))
+    found: dict[str, Any] = {"device": device_name(device)}
+    begun = time.perf_counter()
+    dec = specdec.SpeculativeDecoder(target, draft)
+    found["decoder_s"] = time.perf_counter() - begun
+    longest = 24 if args.tiny else 1500
+    lengths = [8 + (i * 7919) % (longest - 8) for i in range(args.calls)]  # in no order
+    calls = [("plain", 100), ("draft", 100), *((("draft", "plain")[i % 4 == 3], n) for i, n in enumerate(lengths))]
+    later: list[dict[str, Any]] = []
+    for i, (name, length) in enumerate(calls):
+        before, begun = compilations(), time.perf_counter()
+        out = dec.generate(
+            [[(i * 31 + j * 17) % 256 for j in range(min(length, longest))]], 8 if args.tiny else 24 + i % 9,
+            strategies=[] if name == "plain" else None, ignore_eos=True,
+        )  # fmt: skip
+        made = {"seconds": time.perf_counter() - begun, "compiled": compilations() - before, "tokens": length}
+        if i < 2:
+            found[name] = {**made, "compile": out.provenance["compile"]}
+        elif made["compiled"]:
+            later.append({"call": i - 1, "kind": name, **made})
+    compiled = sum(entry["compiled"] for entry in later)
+    return {**found, "later_calls": len(lengths), "compiled_later": compiled, "which_compiled": later}
+
+
+def compilations() -> int:
+    """Graphs that dynamo has compiled in this process."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
 def generations(device: torch.device, tokens: int) -> dict[str, Any]:
     """The embedded pair, eager and by graphs: are the ids the same, and what does a call take."""
     found: dict[str, Any] = {}
@@ -194,7 +256,7 @@ def generations(device: torch.device, tokens: int) -> dict[str, Any]:
         loading = {"device": str(device), "dtype": dtype, "draft_dtype": dtype}
         decoders = {
             name: specdec.SpeculativeDecoder.from_pretrained("demo-target", "demo-draft", compile=mode, **loading)
-            for name, mode in (("eager", "off"), ("graph", "auto"))
+            for name, mode in (("eager", "off"), ("graph", "graph" if device.type == "cuda" else "off"))
         }
         plain: list[list[int]] = []
         for name, call in CALLS.items():

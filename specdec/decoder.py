@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,8 +43,9 @@ class SpeculativeDecoder:
         without; [] = plain decoding
     attn_implementation: None = specdec's own, or "sdpa" / "eager"
     exact: True, False or "auto" (docs/exactness.md)
-    compile: "off", "graph", "inductor", "max" (docs/speed.md), or "auto" = "graph" on a GPU, "off" elsewhere
-    fuse: compute projections of one input together, in both models (models/fuse_projections.py)
+    compile: how passes run (docs/speed.md); "auto" = as fast as each model allows: on a GPU "max", or "graph" for small
+        models and those that cannot be compiled, and "off" elsewhere
+    fuse: deprecated, as it is part of "max": True or False computes projections of one input together or apart
     check: run the self-test of the models (models/self_test.py)
     costs: a `specdec.CostTable` or its file, for automatic draft length; None = nominal (docs/automatic_length.md)
     Raises SpecdecError for a pair that cannot work and for a model whose ragged pass is not its plain pass.
@@ -61,13 +63,13 @@ class SpeculativeDecoder:
         attn_implementation: str | None = None,
         exact: Any = "auto",
         compile: str = "auto",
-        fuse: bool = False,
+        fuse: bool | None = None,
         check: bool = True,
         costs: Any = None,
     ):
         check_exact(exact)
         check_compile(compile)
-        check_switch("fuse", fuse)
+        check_fuse(fuse)
         check_switch("check", check)
         self._lock = threading.RLock()  # two threads' calls wait for one another
         self.costs = as_costs(costs)
@@ -105,7 +107,8 @@ class SpeculativeDecoder:
         own = {name: options.pop(name) for name in names if name in options}
         check_exact(own.get("exact", "auto"))
         check_compile(own.get("compile", "auto"))
-        check_switch("fuse", own.get("fuse", False))
+        if own.get("fuse") is not None:
+            check_switch("fuse", own["fuse"])
         drafters = make_drafters(strategies, draft is not None)
         check_draft(drafters, draft)
         translate = any(getattr(d, "translate", False) for d in drafters)
@@ -270,6 +273,13 @@ class SpeculativeDecoder:
                 'on what else is in them; model.set_experts_implementation("batched_mm") makes them independent'
             )
         return bool(choice)
+
+
+def check_fuse(value: Any) -> None:
+    """Raise SpecdecError for no switch; warn of a deprecated option."""
+    if value is not None:
+        check_switch("fuse", value)
+        warnings.warn("fuse is deprecated: compile='auto' and 'max' fuse projections", DeprecationWarning, stacklevel=4)
 
 
 def check_draft(drafters: Sequence[Any], draft: Any) -> None:

@@ -17,6 +17,7 @@ Recording hides in the small `Recorder` protocol, so that all else here runs, an
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import threading
 import time
@@ -25,7 +26,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -34,6 +35,10 @@ from specdec.device.transfer import sync_allowed
 from specdec.errors import SpecdecError
 
 MODES = ("off", "graph", "inductor", "max")
+# `auto` compiles models of so many layers and parameters. Layers share one compilation, so it takes some 3 s a shape of
+# pass whatever the size, and saves some 75 microseconds a layer and pass (docs/speed.md): a model of 8 layers has to
+# make 5,000 passes until it pays, and small models are those of tests and demonstrations, whose calls are short.
+LEAST_LAYERS, LEAST_PARAMETERS = 8, 50_000_000
 # A graph of a large model takes some megabytes outside its pool, and prompts of many lengths would make many.
 PREFILL_LIMIT = 64
 
@@ -47,19 +52,48 @@ def check_compile(value: Any) -> None:
         raise SpecdecError(f"compile must be 'auto', {', '.join(map(repr, MODES))}, got {value!r}")
 
 
-def choose_mode(value: str, model: Any, device: torch.device) -> str:
-    """Choose the mode of one model: `auto` = graphs on a CUDA device, off elsewhere. Warns if `value` cannot be had."""
+class Choice(NamedTuple):
+    """How the passes of a model run, and why not in the mode that was asked for (under `auto`: not in "max")."""
+
+    mode: str
+    reason: str | None = None
+
+
+def choose_mode(value: str, model: Any, layers: int, device: torch.device) -> Choice:
+    """Choose the mode of a model of `layers` layers: a rule, not a trial, since another kernel is another text.
+
+    `auto` = "max" on a CUDA device, "graph" for small models there, "off" elsewhere. Warns if `value` cannot be had.
+    """
     check_compile(value)
-    if value == "off" or (value == "auto" and device.type != "cuda"):
-        return "off"
+    if value == "off":
+        return Choice("off")
+    reason = None
     if device.type != "cuda":
-        warnings.warn(f"compile={value!r} needs a CUDA device: the passes on {device.type} run eagerly", stacklevel=3)
-        return "off"
-    if len({p.device for p in model.parameters()}) > 1:
+        reason = f"needs a CUDA device: the passes on {device.type} run eagerly"
+    elif len({p.device for p in model.parameters()}) > 1:
+        reason = "does not go with a model on several devices, which runs eagerly"
+    if reason is not None:
         if value != "auto":
-            warnings.warn(f"compile={value!r}: a model on several devices runs eagerly", stacklevel=3)
-        return "off"
-    return "graph" if value == "auto" else value
+            warnings.warn(f"compile={value!r} {reason}", stacklevel=3)
+        return Choice("off", f"compile={value!r} {reason}")
+    if value != "auto":
+        return Choice(value)
+    reason = _why_not_compiled(model, layers)
+    return Choice("max" if reason is None else "graph", reason)
+
+
+def _why_not_compiled(model: Any, layers: int) -> str | None:
+    """Say why `auto` does not compile a model; None if it does."""
+    parameters = sum(p.numel() for p in model.parameters())
+    if layers < LEAST_LAYERS or parameters < LEAST_PARAMETERS:
+        return (
+            f"compiling pays from {LEAST_LAYERS} layers and {LEAST_PARAMETERS:,} parameters on; the model has {layers} "
+            f"and {parameters:,}"
+        )
+    if importlib.util.find_spec("triton") is None:
+        log.warning("%s is not compiled: torch.compile needs triton", type(model).__name__)
+        return "torch.compile needs triton, which is not installed"
+    return None
 
 
 class Key(Protocol):

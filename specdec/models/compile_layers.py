@@ -57,11 +57,16 @@ class Forward(Protocol):
 class Compiler:
     """torch.compile with the settings of all compiled passes.
 
-    whole: ask for whole graphs; becomes False, and code is compiled in parts, once dynamo cannot trace it whole
+    parts: what dynamo cannot trace whole is compiled in parts; False: it is not compiled
+    give_up: told why something cannot be compiled, which then runs as it is; None: the error is raised
+    whole: ask for whole graphs; becomes False once code is compiled in parts
     """
 
-    def __init__(self, name: str, mode: str, backend: str = "inductor"):
-        self.name, self.backend = name, backend
+    def __init__(
+        self, name: str, mode: str, backend: str = "inductor", parts: bool = True,
+        give_up: Callable[[str], None] | None = None,
+    ):  # fmt: skip
+        self.name, self.mode, self.backend, self.parts, self.give_up = name, mode, backend, parts, give_up
         self.options: dict[str, Any] | None = None
         if mode == "max":
             from specdec.models.small_matmul_pass import RowSums  # imports the compiler, which takes a second
@@ -69,6 +74,10 @@ class Compiler:
             self.options = {"post_grad_custom_pre_pass": RowSums()}
         self.whole = True
         keep_compiled_code()
+
+    def named(self, name: str) -> Compiler:
+        """Return a compiler of the same settings for something else."""
+        return Compiler(name, self.mode, self.backend, self.parts, self.give_up)
 
     def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Compile a function. dynamo counts by code object and may give one up, so each gets its own."""
@@ -79,21 +88,31 @@ class Compiler:
             own, fullgraph=self.whole, dynamic=False, backend=self.backend, options=self.options
         )  # fmt: skip
 
-    def run(self, call: Callable[[], Any], recompile: Callable[[], None]) -> Any:
-        """Return what `call` returns; after `recompile` if dynamo has seen too many shapes or cannot trace it whole."""
+    def run(self, call: Callable[[], Any], recompile: Callable[[], None], plain: Callable[[], Any]) -> Any:
+        """Return what `call` returns, or `plain`, which is the same uncompiled, once the compiler fails."""
         with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT, accumulated_recompile_limit=RECOMPILE_LIMIT):
             try:
-                return call()
-            except torch._dynamo.exc.FailOnRecompileLimitHit:
-                recompile()  # a new code object, of which dynamo has compiled nothing yet
-                return call()
-            except torch._dynamo.exc.Unsupported as error:
-                if not self.whole:
+                return self._run(call, recompile)
+            except torch._dynamo.exc.TorchDynamoException as error:
+                if self.give_up is None:
                     raise
-                log.warning("%s is compiled in parts: %s", self.name, first_line(error))
-                self.whole = False
-                recompile()
-                return call()
+                self.give_up(first_line(error))
+        return plain()
+
+    def _run(self, call: Callable[[], Any], recompile: Callable[[], None]) -> Any:
+        """Call, after `recompile` if dynamo has seen too many shapes or cannot trace it whole."""
+        try:
+            return call()
+        except torch._dynamo.exc.FailOnRecompileLimitHit:
+            recompile()  # a new code object, of which dynamo has compiled nothing yet
+            return call()
+        except torch._dynamo.exc.Unsupported as error:
+            if not (self.whole and self.parts):
+                raise
+            log.warning("%s is compiled in parts: %s", self.name, first_line(error))
+            self.whole = False
+            recompile()
+            return call()
 
 
 class CompiledFunction:
@@ -110,7 +129,10 @@ class CompiledFunction:
         self.compiled = self.compiler.compile(call)
 
     def __call__(self, *given: Any, **named: Any) -> Any:
-        return self.compiler.run(lambda: self.compiled(*given, **named), self._compile)
+        def plain() -> Any:
+            return self.function(*given, **named)
+
+        return self.compiler.run(lambda: self.compiled(*given, **named), self._compile, plain)
 
 
 class LayerCache:
@@ -160,8 +182,14 @@ class CompiledLayers:
 
     def __call__(self, **arguments: Any) -> Any:
         # transformers collects hidden states by hooks that dynamo cannot trace, and leaves them in the model.
+        given = dict(arguments)
         wanted = len(self.parts.norms) == 1 and arguments.pop("output_hidden_states", False)
-        out = self.compiler.run(lambda: self._pass(arguments, wanted), self._compile)
+
+        def plain() -> Any:
+            self.states = None
+            return self.model(**given)
+
+        out = self.compiler.run(lambda: self._pass(arguments, wanted), self._compile, plain)
         if self.states is not None:
             out.hidden_states, self.states = tuple(self.states), None
         return out
@@ -228,8 +256,11 @@ def _is_fixed_rotation(module: nn.Module) -> bool:
     return bool(kinds) and all(isinstance(k, str) and "dynamic" not in k and k != "longrope" for k in kinds)
 
 
-def compiled_forward(model: Any, config: Any, mode: str, backend: str = "inductor") -> Forward:
+def compiled_forward(
+    model: Any, config: Any, mode: str, backend: str = "inductor", parts: bool = True,
+    give_up: Callable[[str], None] | None = None,
+) -> Forward:  # fmt: skip
     """Make what runs in the model's place in compiled passes. mode: "inductor" or "max" (graphs.MODES)."""
-    compiler = Compiler(type(model).__name__, mode, backend)
-    parts = parts_of(model, int(getattr(config, "num_hidden_layers", 0)))
-    return CompiledFunction(model, compiler) if parts is None else CompiledLayers(model, parts, compiler)
+    compiler = Compiler(type(model).__name__, mode, backend, parts, give_up)
+    found = parts_of(model, int(getattr(config, "num_hidden_layers", 0)))
+    return CompiledFunction(model, compiler) if found is None else CompiledLayers(model, found, compiler)

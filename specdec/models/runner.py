@@ -15,6 +15,7 @@ kernels in the same order, whatever else is in the pass (docs/exactness.md).
 from __future__ import annotations
 
 import inspect
+import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -25,15 +26,15 @@ import torch
 from torch import Tensor
 
 from specdec.device.ambient import pinned
-from specdec.device.graphs import CudaRecorder, Graphs, I, Key, R, Recorder, choose_mode
+from specdec.device.graphs import Choice, CudaRecorder, Graphs, I, Key, R, Recorder, choose_mode
 from specdec.device.transfer import to_device
 from specdec.errors import SpecdecError
 from specdec.models.alibi import Alibi
 from specdec.models.attention import Mask, MaskBuilder, check_attention, fastest
-from specdec.models.compile_layers import CompiledFunction, Compiler, Forward, compiled_before, compiled_forward
+from specdec.models.compile_layers import CompiledFunction, Forward, compiled_before, compiled_forward
 from specdec.models.fuse_projections import Fusion
 from specdec.models.kinds import layer_configs
-from specdec.models.kv_cache import CachePool, RaggedCache, rounded_up
+from specdec.models.kv_cache import CachePool, RaggedCache, compiled_slots, rounded_up
 from specdec.models.layer_subset import PassThrough, layers_of, leave_out
 from specdec.models.passes import ALL_LAYERS, PassInputs, PassKey, PassResult
 from specdec.models.quantised import rows_of, weight_of
@@ -43,6 +44,7 @@ from specdec.models.trees import TreePass
 from specdec.models.view import ModelView
 
 F = TypeVar("F", bound=Callable[..., Any])
+log = logging.getLogger("specdec")
 
 # On a CPU every padded token costs as much arithmetic as another, so all narrow widths are there; on a GPU a pass of 8
 # costs what a pass of 1 costs, and few shapes mean few graphs.
@@ -142,9 +144,10 @@ class Runner:
     """A model, specdec's view of it and its mask builder. Holds no state of any call: caches are passed in.
 
     model: the caller's, which is left alone (models/view.py)
-    compile: "off", "graph", "inductor", "max" or "auto" (device/graphs.py); `mode` is what it means on this device
+    compile: "off", "graph", "inductor", "max" or "auto" (device/graphs.py); `mode` is what it means for this model on
+        this device, and `reason` why it is not what was asked for
     recorder: None = CUDA graphs, if the mode asks for any
-    fuse: compute projections of one input as one product (models/fuse_projections.py)
+    fuse: compute projections of one input as one product (models/fuse_projections.py); None = under "max"
     skip: layers that are left out (models/layer_subset.py)
     adapter: a function of what the last of these hands on
     """
@@ -153,7 +156,7 @@ class Runner:
     attn_implementation: str | None = None
     compile: str = "off"
     recorder: Recorder | None = None
-    fuse: bool = False
+    fuse: bool | None = None
     skip: tuple[int, ...] = ()
     adapter: Any = None
     pool: CachePool = field(init=False)
@@ -174,16 +177,18 @@ class Runner:
         self.facts = self.measure()
         self.device, self.dtype, self.embedded, self.vocab_size, self.context, n_layers = self.facts
         self.masks = MaskBuilder(self.config, self.view.implementation, self.dtype)
-        self.fusion = Fusion(self.view.model) if self.fuse else None
+        self.alibi = Alibi.of(self.view.model)
+        self.masks.slopes = self.alibi.slopes if self.alibi is not None else None
+        self.mode, self.reason = self._choose_mode(n_layers)
+        fuse = self.mode == "max" if self.fuse is None else self.fuse
+        self.fusion = Fusion(self.view.model) if fuse else None
         if self.fusion is not None and self.view.private:
             self.fusion.install()
         switch = switch_position(self.config)
         self.rope = RowRope(self.view.model, switch) if switch is not None else None
-        self.alibi = Alibi.of(self.view.model)
-        self.masks.slopes = self.alibi.slopes if self.alibi is not None else None
-        self._choose_graphs()
+        self._make_graphs()
         step = KV_STEP if self.device.type == "cuda" or self.graphs is not None else 1
-        self.pool = CachePool(n_layers, step)
+        self.pool = CachePool(n_layers, step, coarse=self.compiled is not None)
         accepted = inspect.signature(self.view.model.forward).parameters
         # transformers 5.24 renamed the argument; the old name still works there but warns.
         self.cache_argument = "cache" if "cache" in accepted else "past_key_values"
@@ -266,17 +271,21 @@ class Runner:
         """
         region = 0 if tree is None else tree.region
         reach = max(s + max(c, region) for s, c in zip(starts, counts, strict=True))
-        key = self.key(cache, shapes, tokens.shape[1], reach, region)._replace(keep=keep, observed=observed)
+        key = self.key(cache, shapes, tokens.shape[1], reach, region, keep)._replace(observed=observed)
         inputs = PassInputs(tokens, to_device([list(starts), list(counts)], self.device), tree)
         if rows is not None:
             key = key._replace(batch=len(tokens), first_row=rows.start)
         result = self.forward(cache, key, inputs)
         return PassOutput(result.logits, tokens, starts, counts, key.first_row, result.hidden, tree, key.observed or ())
 
-    def key(self, cache: RaggedCache, shapes: Shapes, width: int, reach: int, region: int = 0) -> PassKey:
+    def key(
+        self, cache: RaggedCache, shapes: Shapes, width: int, reach: int, region: int = 0, keep: int = 0
+    ) -> PassKey:  # fmt: skip
         """Make the key of a pass over all rows that reads no slot from `reach` on; region: slots of a row's tree."""
         kv_len, adapter = shapes.kv_len(reach, cache.capacity), 0 if self.adapter is None else id(self.adapter)
-        return PassKey(cache.batch, 0, width, kv_len, region=region, skip=self.skip, adapter=adapter)
+        if self.compiled is not None and not keep:  # prefill is not compiled
+            kv_len = min(cache.capacity, compiled_slots(kv_len))
+        return PassKey(cache.batch, 0, width, kv_len, keep, region=region, skip=self.skip, adapter=adapter)
 
     def forward(self, cache: RaggedCache, key: PassKey, inputs: PassInputs) -> PassResult:
         """Run a pass, replayed if possible."""
@@ -348,8 +357,7 @@ class Runner:
             return function
         if function not in self.parts:
             name = f"{function.__name__} of {type(self.model).__name__}"
-            compiler = Compiler(name, self.mode, self.compiled.compiler.backend)
-            self.parts[function] = CompiledFunction(function, compiler)
+            self.parts[function] = CompiledFunction(function, self.compiled.compiler.named(name))
         return cast(F, self.parts[function])
 
     def check_trees(self, strategy: str) -> None:
@@ -378,10 +386,11 @@ class Runner:
         return True
 
     def lease(self, batch: int, capacity: int) -> RaggedCache:
-        """Lease a cache for a call, to be given back to `pool`; with its recorded passes, unless weights have moved."""
+        """Lease a cache for a call, to be given back to `pool`; with its recorded passes, unless weights have moved or
+        passes are no longer compiled."""
         cache = self.pool.lease(batch, capacity)
         if self.graphs is not None:
-            now = recorded_from(self.view)
+            now = (self.mode, *recorded_from(self.view))
             if cache.graphs is None or cache.recorded_from != now:
                 cache.graphs, cache.recorded_from = {}, now
         return cache
@@ -396,6 +405,8 @@ class Runner:
         graphs, seconds = self.recorded
         captured = {"captured": graphs - before[0], "seconds": seconds - before[1]}
         made: dict[str, Any] = {"mode": self.mode, "graphs": graphs, **captured}
+        if self.reason is not None:
+            made["reason"] = self.reason
         if self.compiled is not None:
             made["cache"] = compiled_before()
         failures = list(self.failures.values())
@@ -406,17 +417,31 @@ class Runner:
         """Kind of function -> why none of its kind is recorded."""
         return {} if self.graphs is None else dict(self.graphs.failures)
 
-    def _choose_graphs(self) -> None:
-        self.mode = "graph" if self.recorder is not None else choose_mode(self.compile, self.model, self.device)
-        if self.alibi is not None and self.mode in ("inductor", "max"):
-            self.mode = "graph"  # its mask is a new object in every pass, for which code would be compiled again
+    def _choose_mode(self, layers: int) -> Choice:
+        if self.recorder is not None:
+            return Choice("graph")
+        choice = choose_mode(self.compile, self.model, layers, self.device)
+        if self.alibi is not None and choice.mode in ("inductor", "max"):
+            return Choice("graph", "the mask of ALiBi is a new object in every pass, for which code is compiled again")
+        return choice
+
+    def _make_graphs(self) -> None:
         self.graphs: Graphs | None = None
         self.compiled: Forward | None = None
         self.parts: dict[Any, CompiledFunction] = {}
         if self.mode != "off":
             self.graphs = Graphs(self.recorder or CudaRecorder(self.device), type(self.model).__name__)
         if self.mode in ("inductor", "max"):
-            self.compiled = compiled_forward(self.view.model, self.config, self.mode)
+            # What dynamo traces in parts may be compiled again in every pass: only where it is asked for.
+            how: dict[str, Any] = {"parts": self.compile != "auto", "give_up": self._stop_compiling}
+            self.compiled = compiled_forward(self.view.model, self.config, self.mode, **how)
+
+    def _stop_compiling(self, reason: str) -> None:
+        """Record passes without compiled code from now on."""
+        if self.compiled is None:
+            return
+        self.mode, self.reason, self.compiled, self.parts = "graph", f"torch.compile: {reason}", None, {}
+        log.warning("%s is not compiled, its passes are recorded alone (%s)", type(self.model).__name__, reason)
 
     def prefill(
         self,

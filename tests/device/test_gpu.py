@@ -271,24 +271,29 @@ def test_graphs_survive_what_other_graphs_of_the_process_do_to_cublas() -> None:
 
 def test_fused_projections_are_exact() -> None:
     model = tiny_model("llama", hidden_size=64).to("cuda", torch.bfloat16)
-    dec = specdec.SpeculativeDecoder(model, coarsen(model, 0.3), compile="graph", fuse=True)
+    with pytest.warns(DeprecationWarning, match="fuse"):
+        dec = specdec.SpeculativeDecoder(model, coarsen(model, 0.3), compile="graph", fuse=True)
     plain = dec.generate([[1, 2, 3], [4, 5]], 32, strategies=[])
     fast = dec.generate([[1, 2, 3], [4, 5]], 32)
     assert plain.provenance["exact"]
     assert fast.token_ids == plain.token_ids
 
 
-@pytest.mark.parametrize("fuse", [False, True])
-def test_compiled_passes_are_exact(fuse: bool) -> None:
+@pytest.mark.parametrize("mode", ["inductor", "max", "auto"])
+def test_compiled_passes_are_exact(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specdec.device.graphs.LEAST_LAYERS", 1)
+    monkeypatch.setattr("specdec.device.graphs.LEAST_PARAMETERS", 1)
     model = tiny_model("llama", hidden_size=64).to("cuda", torch.bfloat16)
-    dec = specdec.SpeculativeDecoder(model, coarsen(model, 0.3), compile="inductor", fuse=fuse)
+    dec = specdec.SpeculativeDecoder(model, coarsen(model, 0.3), compile=mode)
     plain = dec.generate([[1, 2, 3], [4, 5]], 32, strategies=[])
     fast = dec.generate([[1, 2, 3], [4, 5]], 32)
     assert plain.provenance["exact"]
     for report in fast.provenance["compile"].values():
-        assert report["mode"] == "inductor"
+        assert report["mode"] == ("max" if mode == "auto" else mode)
+        assert "reason" not in report
         assert report["graphs"] > 0
         assert "failure" not in report
+    assert set(fast.provenance["fused"]) == ({"target", "draft"} if mode != "inductor" else set())
     assert fast.token_ids == plain.token_ids
     assert fast.stats.accepted_tokens > 0
     torch._dynamo.reset()  # what was recorded must not need the compiler's own memory of it

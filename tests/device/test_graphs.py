@@ -12,9 +12,9 @@ import torch
 import specdec
 from specdec.decoder import SpeculativeDecoder
 from specdec.decoding.acceptance import MATCH, AcceptanceRule, Block
-from specdec.device.graphs import check_compile
+from specdec.device.graphs import LEAST_LAYERS, LEAST_PARAMETERS, check_compile, choose_mode
 from specdec.errors import SpecdecError
-from specdec.models.kv_cache import rounded_up
+from specdec.models.kv_cache import CachePool, compiled_slots, rounded_up
 from specdec.models.passes import ALL_LAYERS
 from specdec.models.runner import Runner
 from tests.helpers.recording import Frozen, OnlyPasses, Refusing, Rerun, replayed
@@ -296,7 +296,50 @@ def test_on_a_cpu_graphs_fall_back_with_one_line(value: str) -> None:
 def test_auto_is_silent_on_a_cpu() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert SpeculativeDecoder(tiny_model("llama"), check=False).target.mode == "off"
+        dec = SpeculativeDecoder(tiny_model("llama"), check=False)
+    report = dec.generate(PROMPTS, 2).provenance["compile"]["target"]
+    assert report["mode"] == "off"
+    assert "CUDA" in report["reason"]
+
+
+class Sized:
+    """Something with parameters, of which only the number counts."""
+
+    def __init__(self, parameters: int):
+        self.weight = torch.empty(1).expand(parameters)
+
+    def parameters(self) -> list[torch.Tensor]:
+        return [self.weight]
+
+
+@pytest.mark.parametrize(
+    ("layers", "parameters", "triton", "mode", "reason"),
+    [
+        (30, 135_000_000, True, "max", None),
+        (LEAST_LAYERS, LEAST_PARAMETERS, True, "max", None),
+        (LEAST_LAYERS - 1, 10**9, True, "graph", "layers"),
+        (24, LEAST_PARAMETERS - 1, True, "graph", "parameters"),
+        (30, 135_000_000, False, "graph", "triton"),
+    ],
+)
+def test_auto_compiles_by_the_size_of_a_model_and_says_why_not(
+    layers: int, parameters: int, triton: bool, mode: str, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if triton else None)
+    found = choose_mode("auto", Sized(parameters), layers, torch.device("cuda"))
+    assert found.mode == mode
+    assert (found.reason is None) if reason is None else (reason in str(found.reason))
+    assert choose_mode("max", Sized(1), 1, torch.device("cuda")) == ("max", None)
+    assert choose_mode("off", Sized(parameters), layers, torch.device("cuda")) == ("off", None)
+
+
+def test_compiled_passes_have_few_sizes() -> None:
+    """One compilation for each: of a cache and of what is read of it."""
+    assert [compiled_slots(n) for n in (1, 513, 4096, 4097, 8000, 8193)] == [512, 1024, 4096, 5120, 8192, 10240]
+    pool = CachePool(1, 256, coarse=True)
+    assert {pool.room(n) for n in range(1, 4097)} == {512, 1024, 2048, 4096}
+    assert all(n <= pool.room(n) <= 1.25 * n + 1024 for n in range(4097, 20000, 7))
+    assert [pool.lease(rows, 100).capacity for rows in (1, 2, 4, 8)] == [2048, 1024, 512, 512]
 
 
 def test_sizes_come_from_short_lists() -> None:

@@ -137,15 +137,6 @@ def test_rotations_that_look_at_how_far_positions_go_are_not_compiled(kind: str)
 
 @pytest.mark.full
 def test_a_layer_that_breaks_the_graph_is_compiled_in_parts(caplog: pytest.LogCaptureFixture) -> None:
-    class Breaking(nn.Module):
-        def __init__(self, inner: nn.Module):
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            torch._dynamo.graph_break()
-            return self.inner(x)
-
     model = tiny_model("llama")
     expected = passes(Runner(copy.deepcopy(model)))
     for layer in model.model.layers:
@@ -155,6 +146,48 @@ def test_a_layer_that_breaks_the_graph_is_compiled_in_parts(caplog: pytest.LogCa
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
     assert not runner.compiled.compiler.whole
     assert [r.getMessage() for r in caplog.records if "compiled in parts" in r.getMessage()]
+
+
+class Breaking(nn.Module):
+    """A layer's part that dynamo cannot trace whole."""
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return self.inner(x)
+
+
+def no_kernels(graph: Any, inputs: Any) -> Any:
+    raise RuntimeError("no kernels\nand more")
+
+
+@pytest.mark.parametrize("fault", ["backend", "parts"])
+def test_what_cannot_be_compiled_is_recorded_alone_and_says_why(fault: str, caplog: pytest.LogCaptureFixture) -> None:
+    """As `auto` compiles: whole or not at all. Recordings with compiled passes among them are dropped."""
+    model = tiny_model("llama")
+    expected = specdec.SpeculativeDecoder(copy.deepcopy(model), check=False).generate([[1, 2, 3], [4, 5]], 6).token_ids
+    if fault == "parts":
+        for layer in model.model.layers:
+            layer.mlp = Breaking(layer.mlp)
+    dec = specdec.SpeculativeDecoder(model, check=False)
+    runner = dec.target = Runner(model, recorder=Rerun())
+    runner.mode, backend = "max", no_kernels if fault == "backend" else "eager"
+    how: dict[str, Any] = {"parts": False, "give_up": runner._stop_compiling}
+    runner.compiled = compiled_forward(runner.view.model, runner.config, "inductor", backend, **how)
+    for _ in range(3):  # the second records without compiled code, the third the prompts
+        out = dec.generate([[1, 2, 3], [4, 5]], 6, strategies=[])
+        report = out.provenance["compile"]["target"]
+        assert out.token_ids == expected
+        assert (report["mode"], report["graphs"] > 0) == ("graph", True)
+        assert report["reason"].startswith("torch.compile: ")
+        assert report["captured"] > 0
+    assert dec.generate([[1, 2, 3], [4, 5]], 6, strategies=[]).provenance["compile"]["target"]["captured"] == 0
+    told = [r.getMessage() for r in caplog.records if r.name == "specdec"]
+    assert len(told) == 1
+    assert "\n" not in told[0]
 
 
 def test_what_precedes_the_layers_is_compiled_too() -> None:

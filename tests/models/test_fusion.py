@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -81,7 +82,9 @@ def test_fused_models_compile_whole() -> None:
 def test_a_decoder_fuses_for_its_own_passes_when_asked() -> None:
     model, draft = tiny_model("llama"), tiny_model("llama", seed=1)
     expected = specdec.SpeculativeDecoder(model, draft).generate([[1, 2, 3]], 16).token_ids
-    dec = specdec.SpeculativeDecoder(model, draft, fuse=True)
+    with pytest.warns(DeprecationWarning, match="fuse is deprecated") as told:
+        dec = specdec.SpeculativeDecoder(model, draft, fuse=True)
+    assert Path(told[0].filename) == Path(__file__)
     assert {type(m) for m in model.modules() if isinstance(m, nn.Linear)} == {nn.Linear}
     seen = []
     layer = model.model.layers[0].self_attn.q_proj

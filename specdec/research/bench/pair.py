@@ -39,7 +39,7 @@ class Pair:
         target, draft = models.built()
         return Pair(target, draft, models.tokenizer, models.device, getattr(torch, models.dtype))
 
-    def decoder(self, compile: str, draft_compile: str | None, exact: Any, fuse: bool = False) -> SpeculativeDecoder:
+    def decoder(self, compile: str, draft_compile: str | None, exact: Any, fuse: bool | None) -> SpeculativeDecoder:
         """The decoder of these settings; contenders that differ in their strategies alone share it.
 
         Models are tested once, eagerly: each decoder's own self-test would compile passes that no run needs.

@@ -26,16 +26,17 @@ class Options:
     """How specdec decodes.
 
     strategies: a chain; () = plain decoding.
-    compile, exact, fuse: as `SpeculativeDecoder` takes them.
-    draft_compile: compile for the draft's passes; None = as the target's.
+    compile, exact: as `SpeculativeDecoder` takes them.
+    fuse, draft_compile: deprecated, as compile="auto" chooses for both models: fused projections, and compile for the
+        draft's passes; None = as compile has them.
     generate: options of `generate`.
     """
 
     strategies: tuple[Any, ...] = ()
-    compile: str = "off"
+    compile: str = "auto"
     draft_compile: str | None = None
     exact: Any = "auto"
-    fuse: bool = False
+    fuse: bool | None = None
     generate: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -50,7 +51,8 @@ class Own(Contender):
         check_exact(self.options.exact)
         for mode in (self.options.compile, self.options.draft_compile or "off"):
             check_compile(mode)
-        check_switch(f"contender {name}: fuse", self.options.fuse)
+        if self.options.fuse is not None:
+            check_switch(f"contender {name}: fuse", self.options.fuse)
         self.strategies = make_drafters(self.options.strategies, True)
         for option in SCENARIOS & set(self.options.generate):
             raise SpecdecError(f"contender {name}: generate: {option} is the scenario's to say")
