@@ -77,6 +77,7 @@ class GenerationSettings:
         GPU, or as many as a strategy's trees need); longer chains go in chunks. Exact mode has one width of its own.
     length_policy: how long drafts are, in place of draft_length: a name of docs/automatic_length.md, with options
         ("heuristic:start=3"), "my_module:Name", or a `specdec.LengthPolicy`.
+    shard: "0/4" = only the first, fifth, ... prompt, with the tokens that they have in the whole call; None = all.
     processors: other GenerationConfig fields by name.
     """
 
@@ -106,6 +107,7 @@ class GenerationSettings:
     draft_length: Literal["auto", "given"] | None = None
     length_policy: Any = None
     costs: Any = None
+    shard: str | None = None
     processors: Mapping[str, Any] = field(default_factory=dict)
 
     @staticmethod
@@ -230,6 +232,7 @@ class PairConfig:
     device: None = CUDA if there is one, else CPU.
     dtype: None = the checkpoint's on a GPU (a draft's: half precision), float32 on a CPU.
     device_map, quantization_config, revision, trust_remote_code: as transformers' `from_pretrained` takes them.
+    tp_plan: "auto" = spread the target over torchrun's processes (docs/parallel.md).
     attn_implementation: None = specdec's own, or sdpa / eager.
     """
 
@@ -240,6 +243,7 @@ class PairConfig:
     draft_device: Any = None
     draft_dtype: Any = None
     device_map: Any = None
+    tp_plan: Any = None
     attn_implementation: str | None = None
     revision: str | None = None
     draft_revision: str | None = None

@@ -21,6 +21,7 @@ from specdec.decoding.result import Generation, Round
 from specdec.device.ambient import Steps, pinned
 from specdec.device.graphs import check_compile
 from specdec.device.host_read import HostReader
+from specdec.device.ranks import Ranks
 from specdec.drafters import make_drafters, tree_makers
 from specdec.drafters.chain import Chain, upstream_order
 from specdec.drafters.costs import as_costs
@@ -87,7 +88,8 @@ class SpeculativeDecoder:
             self.draft.exclude(self.report.differing)
         self.tokenizer, self.draft_tokenizer = tokenizer, draft_tokenizer or tokenizer
         self.exact = exact
-        self.reader = HostReader()
+        self.ranks = Ranks.of(target_model)
+        self.reader = HostReader(self.ranks)
         self._hashes = {role: WeightHash(r.model) for role, r in self._runners().items()}
         self._kept: KeptRows | None = None
         self._kept_chain: Chain | None = None
@@ -257,9 +259,12 @@ class SpeculativeDecoder:
         grouped = experts and getattr(config, "_experts_implementation", None) != "batched_mm"
         trees = tree_makers(drafters)
         quantised = is_quantised(self.target.model)
+        # Two numbers have one sum in either order; of more, the order depends on the place in the pass.
+        summed = self.ranks.size > 2
         if choice == "auto":
             half = self.target.dtype in (torch.bfloat16, torch.float16)
-            return self.target.device.type == "cuda" and half and not experts and not quantised and not trees
+            covered = not (experts or quantised or trees or summed)
+            return self.target.device.type == "cuda" and half and covered
         if choice and trees:
             raise SpecdecError(
                 f"exact=True does not cover trees, which strategy {trees[0]!r} can make: an ancestor in another slot "
@@ -267,6 +272,11 @@ class SpeculativeDecoder:
             )
         if choice and quantised:
             raise SpecdecError("exact=True does not cover quantised models: their kernels have not been measured")
+        if choice and summed:
+            raise SpecdecError(
+                f"exact=True does not cover tensor parallel over {self.ranks.size} processes: the order in which more "
+                "than two parts are summed depends on a token's place in the pass"
+            )
         if choice and grouped:
             raise SpecdecError(
                 "exact=True does not cover mixture-of-experts models that group tokens by expert: their passes depend "

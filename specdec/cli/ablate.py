@@ -59,10 +59,10 @@ def run(
     Exit status 1: a text differs from plain decoding's where it must not, or a row failed. Of several processes, each
     with its own --shard, the last one that ends writes the table.
     """
+    from specdec.decoding.shard import Shard
     from specdec.research.ablation.config import load_ablation
     from specdec.research.ablation.merge import check_packages, merge
     from specdec.research.ablation.runner import run_ablation
-    from specdec.research.ablation.shard import Shard
     from specdec.research.ablation.store import Plan, cell_to_dict
     from specdec.research.ablation.summary import check_baseline
     from specdec.research.ablation.table import labels

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -42,15 +43,20 @@ def generate(
     chat: Annotated[bool | None, typer.Option("--chat/--no-chat", help=CHAT)] = None,
     translate: Annotated[bool, typer.Option("--translate", help="Draft through text: another vocabulary.")] = False,
     attn_implementation: Annotated[str | None, typer.Option(help="sdpa or eager in place of specdec's own.")] = None,
+    shard: Annotated[str | None, typer.Option(help="Part of the prompts of this process, such as 0/4.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write a JSON line for each text to this file.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Generate from one prompt or many with a target, and perhaps a draft and a chain of strategies."""
+    from specdec.decoding.shard import Shard
+
     if out is not None:
         check_writable(out, "--out")
     base = base_run(run.config, {**models.given(), **given(attn_implementation=attn_implementation)})
     chosen = prompts.read()
-    made = make_run(base, generation.settings(), run.strategies, [p.text for p in chosen], translate)
+    options = {**generation.settings(), **given(shard=shard)}
+    made = make_run(base, options, run.strategies, [p.text for p in chosen], translate)
+    made = replace(made, pair=Shard.parse(made.generation.get("shard")).place(made.pair))
     _generate(made, chosen or named_prompts(made.prompts), chat, out, as_json)
 
 
@@ -61,6 +67,8 @@ def _generate(run: RunConfig, prompts: Sequence[Prompt], chat: bool | None, out:
         decoder = load_decoder(run)
         advance("generating")
         made = decoder.generate(as_prompts(prompts, decoder.tokenizer, chat), **run.generation)
+    if not decoder.ranks.is_first:  # of the processes that share the target, one speaks
+        return
     if out is not None:
         lines = (json.dumps(output.finite(record), ensure_ascii=False) + "\n" for record in _records(prompts, made))
         write_file(out, "".join(lines), "--out")
@@ -78,14 +86,14 @@ def _named(prompt: Prompt) -> dict[str, Any]:
 
 def _records(prompts: Sequence[Prompt], out: Generation) -> Iterator[dict[str, Any]]:
     """One record a text; of several texts of a prompt, `sample` counts them from 0."""
-    samples = len(out) // max(1, len(prompts))
+    samples = out.provenance["settings"]["num_return_sequences"]
     shared = {name: out.provenance[name] for name in SHARED}
-    for row in out:
+    for i, row in enumerate(out):
         yield {
             **_named(prompts[row.index // samples]),
             "sample": row.index % samples,
-            "prompt_hash": out.provenance["prompts"][row.index],
-            "chat_template": out.provenance["chat_templates"][row.index],
+            "prompt_hash": out.provenance["prompts"][i],
+            "chat_template": out.provenance["chat_templates"][i],
             "text": row.text,
             "token_ids": row.token_ids,
             "finish_reason": row.finish_reason,

@@ -54,6 +54,8 @@ class Models(Pair):
 
     draft_device: Annotated[str | None, Option(help="The draft's device.")] = None
     draft_dtype: Annotated[str | None, Option(help="The draft's dtype.")] = None
+    device_map: Annotated[str | None, Option(help="auto = spread the target's layers over the GPUs.")] = None
+    tp_plan: Annotated[str | None, Option(help="auto = spread each layer over torchrun's processes.")] = None
     revision: Annotated[str | None, Option(help="The target's revision on the hub.")] = None
     draft_revision: Annotated[str | None, Option(help="The draft's revision on the hub.")] = None
     trust_remote_code: Annotated[bool | None, Option("--trust-remote-code", help="Run a model's own code.")] = None

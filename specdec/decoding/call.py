@@ -16,6 +16,7 @@ from specdec.decoding.engine import Engine
 from specdec.decoding.provenance import adapters, device_name, hash_ids, versions
 from specdec.decoding.result import Generation, Round
 from specdec.decoding.row import Row, StopRules
+from specdec.decoding.shard import Shard
 from specdec.decoding.validation import naming_processors
 from specdec.decoding.verification import Verifier
 from specdec.device.ambient import Steps
@@ -54,7 +55,7 @@ class Call:
         self.changed: list[str] = []  # roles whose kept keys and values were dropped
         self.rule = find_rule(settings.acceptance)
         self.exact = decoder.resolve_exact(settings.exact, drafters)
-        self.settings = settings = replace(settings, seed=_fresh_seed(settings.seed))
+        self.settings = settings = replace(settings, seed=decoder.ranks.agreed(_fresh_seed(settings.seed)))
         self.policy = find_policy(settings.length_policy)
         wanted = draft_length(self.policy, settings.draft_length)
         self.automatic = automatic(drafters, wanted, default_chain)
@@ -80,8 +81,20 @@ class Call:
             )  # fmt: skip
             if self.sampling.row_processors is not None and self.rows:
                 self.sampling.row_processors(0, self.rows[0].prompt, settings.max_new_tokens)  # bad values fail now
-        self.batch = min(settings.batch_size or DEFAULT_BATCH, max(1, len(self.rows)))
+        asked = [(row.prompt, row.key) for row in self.rows], settings.to_dict(), [d.name for d in drafters]
+        decoder.ranks.check_same("prompts, seeds or options", asked)
         self.capacity = max((len(row.ids) - 1 for row in self.rows), default=1)
+        whole = len(self.rows)
+        self._take_part(Shard.parse(settings.shard))
+        # In exact mode a part has the passes that the whole would have.
+        slots = whole if self.exact else len(self.rows)
+        self.batch = min(settings.batch_size or DEFAULT_BATCH, max(1, slots))
+
+    def _take_part(self, shard: Shard) -> None:
+        """Keep the rows of a shard's prompts."""
+        n = self.settings.num_return_sequences
+        mine = [row for row in self.rows if shard.has(row.index // n)]
+        self.rows, self.templates = mine, [self.templates[row.index] for row in mine]
 
     def _by_row(self, processors: Sequence[Any]) -> list[Any]:
         """Wrap a user's processors that treat rows differently in `AllRows`."""
@@ -251,6 +264,7 @@ class Call:
             origins=[row.origins for row in rows],
             lossy=self.rule.lossy,
             distances=[row.distances for row in rows] if self.rule.lossy else None,
+            indices=[row.index for row in rows],
         )
 
     def _provenance(self) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import transformers
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from specdec.device.ranks import Ranks
 from specdec.device.transfer import sync_allowed
 from specdec.models.state import parts_of
 from specdec.version import __version__
@@ -30,7 +31,8 @@ class WeightHash:
 
     It covers names, shapes, dtypes and evenly spaced values of the parameters, and what is set on modules that are not
     torch's or transformers' own, such as adapters. It tells checkpoints, adapters and training steps apart; it is no
-    proof against tampering.
+    proof against tampering. Of weights that are spread over processes it covers all parts, and is another hash than
+    that of the same weights on one device.
     """
 
     def __init__(self, model: nn.Module):
@@ -52,7 +54,8 @@ class WeightHash:
                 digest.update(torch.cat(found).cpu().numpy().tobytes())
         for setting in _settings(self.model):
             digest.update(setting.encode())
-        return digest.hexdigest()[:16]
+        parts = Ranks.of(self.model).all(digest.hexdigest())
+        return parts[0][:16] if len(parts) == 1 else hashlib.sha256("".join(parts).encode()).hexdigest()[:16]
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

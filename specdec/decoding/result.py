@@ -94,6 +94,7 @@ class Generation:
     lossy: True if the acceptance rule changes the target's distribution
     distances: under a lossy rule, for each emitted id the total variation between the distribution that it was taken
         from, given the text before it, and the target's (an upper bound on average, where the rule does not know it)
+    indices: each row's number in the whole call, of which `shard=` runs a part
     """
 
     token_ids: list[list[int]]
@@ -107,6 +108,7 @@ class Generation:
     origins: list[list[str | None]] = field(default_factory=list)
     lossy: bool = False
     distances: list[list[float]] | None = None
+    indices: list[int] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -128,7 +130,7 @@ class Generation:
 
     def _row(self, i: int) -> GenerationRow:
         return GenerationRow(
-            index=i,
+            index=self.indices[i] if self.indices else i,
             text=None if self.texts is None else self.texts[i],
             token_ids=self.token_ids[i],
             finish_reason=self.finish_reasons[i],

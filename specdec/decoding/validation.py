@@ -16,6 +16,7 @@ from transformers.generation.utils import GenerationMixin
 
 from specdec.config import UNSET, GenerationSettings, PairConfig
 from specdec.decoding.acceptance import find_rule
+from specdec.decoding.shard import Shard
 from specdec.drafters import make_drafters, tree_makers
 from specdec.drafters.costs import as_costs, check_costs
 from specdec.drafters.length import automatic
@@ -53,6 +54,7 @@ def check_generation(options: Mapping[str, Any]) -> GenerationSettings:
     trial. Raises SpecdecError."""
     settings = GenerationSettings.parse(options)
     find_rule(settings.acceptance)
+    Shard.parse(settings.shard)
     as_costs(settings.costs)
     draft_length(find_policy(settings.length_policy), settings.draft_length)
     settings.check_ids()

@@ -267,7 +267,7 @@ class Verifier:
         verified = self._run(runner, plan, key, VerifyInputs(self._table(plan), self._q(plan), states, known))
         self.passes += 1
         pending = PendingResult(
-            verified.packed, Arriving.of(verified.packed), self.reader, self.shapes.verify_width
+            verified.packed, self.reader.start(verified.packed), self.reader, self.shapes.verify_width
         )  # fmt: skip
         if verified.logits is not None and verified.fed is not None:
             pending.output = PassOutput(
@@ -377,7 +377,7 @@ class Verifier:
         table = array_on(np.concatenate([host, parents], axis=1), self.runner.device)
         for column, rows in late.items():
             put_rows(table, rows, column)
-        return table
+        return self.reader.ranks.first(table)
 
     def _checked(self, draft: Draft) -> list[int]:
         ids = [int(t) for t in draft.tokens]

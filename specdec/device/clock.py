@@ -27,7 +27,7 @@ class Clock:
     """
 
     def __init__(self, device: torch.device):
-        self.cuda = device.type == "cuda"
+        self.device, self.cuda = device, device.type == "cuda"
         self.totals: dict[str, float] = defaultdict(float)
         self.now: list[Span] = []  # this pass
         self.next: list[Span] = []  # started early
@@ -45,7 +45,7 @@ class Clock:
         if not self.cuda:
             return time.perf_counter()
         event = self.spare.pop() if self.spare else torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self.device))  # the process's current device may be another
         return event
 
     def end_pass(self) -> list[Span]:

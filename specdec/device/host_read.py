@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specdec.device.buffers import Buffers
+from specdec.device.ranks import Ranks
 from specdec.device.transfer import fetched
 
 Form = tuple[tuple[int, ...], bool]
@@ -63,15 +64,24 @@ class Arriving:
 
 
 class HostReader:
-    """The only way values come back from the device, one transfer per read. `count`: transfers so far."""
+    """The only way values come back from the device, one transfer per read. `count`: transfers so far.
 
-    def __init__(self) -> None:
+    ranks: processes that share the target; all of them read the first one's values
+    """
+
+    def __init__(self, ranks: Ranks | None = None) -> None:
         self.count = 0
+        self.ranks = ranks or Ranks()
+
+    def start(self, packed: Packed) -> Arriving:
+        """Start a transfer to the host."""
+        self.ranks.first(packed.flat)
+        return Arriving.of(packed)
 
     def read(self, *tensors: Tensor) -> list[Any]:
         """Return tensors as nested lists of Python numbers, ints for integral or boolean tensors."""
         if tensors:
-            return self.fetch(Arriving.of(Packed.of({str(i): t for i, t in enumerate(tensors)})))
+            return self.fetch(self.start(Packed.of({str(i): t for i, t in enumerate(tensors)})))
         self.count += 1
         return []
 

@@ -39,6 +39,7 @@ from specdec.models.pair_report import ModelFacts, PairReport
 from specdec.models.quantised import check_activations
 from specdec.models.rope import rope_settings, rope_type, switch_position
 from specdec.models.runner import context_length
+from specdec.models.tensor_parallel import loading_options, own_device
 
 EMBEDDED = {"demo-target": target_path, "demo-draft": draft_path}
 LONGEST_ID = 200  # characters of a name on the hub
@@ -206,7 +207,7 @@ class _Plan:
         prefix = "" if role == "target" else "draft_"
         names = ("device", "dtype", "revision", "quantization_config")
         device, dtype, revision, quantization = (getattr(pair, prefix + name) for name in names)
-        name, device = getattr(pair, role), pick_device(pair.device if device is None else device)
+        name, device = getattr(pair, role), _place(pair, device, role)
         source = Source.parse(name)
         common = {"trust_remote_code": pair.trust_remote_code, **({"revision": revision} if revision else {})}
         common |= source.arguments
@@ -223,6 +224,8 @@ class _Plan:
         extra: dict[str, Any] = {}
         if role == "target" and pair.device_map is not None:
             extra["device_map"] = pair.device_map
+        if role == "target" and pair.tp_plan is not None:
+            extra |= loading_options(pair.tp_plan, config, where)
         if source.gguf and quantization is None:
             quantization = _dequantize(str(name))
         if quantization is not None:
@@ -250,7 +253,8 @@ class _Plan:
                 self.source.path, dtype=self.dtype or "auto", output_loading_info=True, **self.common, **self.extra
             )
         self._check_complete(found)
-        if "device_map" not in self.extra and getattr(model, "hf_device_map", None) is None:
+        spread = self.extra.keys() & {"device_map", "distributed_config"}
+        if not spread and getattr(model, "hf_device_map", None) is None:
             model = model.to(self.device)
         return model.eval()
 
@@ -273,6 +277,16 @@ class _Plan:
                 f"cannot load {self.source}: the checkpoint lacks weights that its config asks for, "
                 f"{len(missing)} of them, {missing[0]} first"
             )
+
+
+def _place(pair: PairConfig, device: Any, role: str) -> torch.device:
+    """Pick the device of the pair's target or draft; `device` is what its own option says."""
+    if pair.tp_plan is None:
+        return pick_device(pair.device if device is None else device)
+    for name in ("device", "device_map"):
+        if getattr(pair, name) is not None:
+            raise SpecdecError(f"{name} does not go with tp_plan: each process takes the GPU of its own rank")
+    return pick_device(device) if role == "draft" and device is not None else own_device()
 
 
 @contextmanager

@@ -57,12 +57,14 @@ def recorded_from(view: ModelView) -> tuple[Any, ...]:
 
 
 def parts_of(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the plain tensors in a tensor: itself, or those that a subclass wraps (quantised weights)."""
+    """Yield the plain tensors in a tensor: itself, or those that a subclass wraps (quantised or spread weights)."""
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor
         return
     for name in tensor.__tensor_flatten__()[0]:
-        yield from parts_of(getattr(tensor, name))
+        part = getattr(tensor, name)
+        if isinstance(part, Tensor):  # torch 2.13 lists a DTensor's mesh too
+            yield from parts_of(part)
 
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:

@@ -55,6 +55,17 @@ def test_a_set_is_the_one_of_other_verbs() -> None:
         SetPrompts(prompt=["a"], limit=2).read()
 
 
+def test_processes_share_a_set_and_each_names_its_own_prompts(lines: Path, tmp_path: Path) -> None:
+    command = ("generate", *SHORT, "--prompt-file", str(lines), "--temperature", "1", "--acceptance", "match")
+    run(*command, "--out", str(tmp_path / "whole"))
+    for i in range(2):
+        run(*command, "--shard", f"{i}/2", "--out", str(tmp_path / str(i)))
+    parts = [record for i in range(2) for record in records(tmp_path / str(i))]
+    key = ("id", "prompt", "prompt_hash", "token_ids", "sample")
+    assert [[r[k] for k in key] for r in parts] == [[r[k] for k in key] for r in records(tmp_path / "whole")]
+    assert "expected index/count" in refused(*command, "--shard", "2/2")
+
+
 def test_chats_are_for_verbs_that_take_them(tmp_path: Path) -> None:
     file = tmp_path / "chats.jsonl"
     file.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}]}))

@@ -57,6 +57,8 @@ def test_an_axis_that_does_not_concern_a_chain_makes_no_second_cell() -> None:
         ({"strategies": {"x": ["draft-modle"]}}, "draft-modle"),
         ({"generation": {"seed": None}}, "seed"),
         ({"generation": {"keep_state": True}}, "keep_state"),
+        ({"axes": {"shard": ["0/2"]}}, "shard is no option of an ablation"),
+        ({"pairs": {"p": {"target": "t", "tp_plan": "auto"}}}, "tp_plan is no option of an ablation"),
         ({"data": {"datset": "gsm8k"}}, "datset"),
         ({"pairs": {}}, "pairs is empty"),
         ({"prompts": [""]}, "prompts"),

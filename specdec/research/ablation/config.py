@@ -37,7 +37,7 @@ DATASET = "spec-bench"
 PLAIN = "plain"  # the name of the reference chain, which drafts nothing
 # Options that only Python can give, or that would make other things of the rows.
 _PYTHON_ONLY = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
-_UNFIT = ("num_return_sequences", "keep_state", "output_logprobs", *_PYTHON_ONLY)
+_UNFIT = ("num_return_sequences", "keep_state", "output_logprobs", "shard", *_PYTHON_ONLY)
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class AblationConfig:
         """Check each value by itself."""
         for name, models in self.pairs.items():
             with _naming(f"pairs.{name}"):
-                check_loading(models)
+                _check_models(models)
         with _naming("generation"):
             _check_generation(self.generation)
         places = [(f"axes.{name}", name, value) for name, values in self.axes.items() for value in values]
@@ -199,7 +199,7 @@ class AblationConfig:
             if key not in seen:
                 seen.add(key)
                 with _naming(cell.words):
-                    check_loading(cell.models)
+                    _check_models(cell.models)
                     check_chain(cell.strategies, cell.models.draft is not None, check_generation(cell.generation))
 
     def expand(self) -> list[Cell]:
@@ -278,6 +278,14 @@ def _chain(name: str, entries: Any) -> tuple[dict[str, Any], ...]:
         make_drafters(list(entries), has_draft=True)
     parsed = [parse_strategy(entry) for entry in entries]
     return tuple({"name": strategy, **options} for strategy, options in parsed)
+
+
+def _check_models(models: PairConfig) -> None:
+    check_loading(models)
+    if models.tp_plan is not None:
+        raise SpecdecError(
+            "tp_plan is no option of an ablation: its processes share prompts, and each has whole models"
+        )
 
 
 def _check_generation(options: Mapping[str, Any]) -> None:

@@ -25,13 +25,13 @@ from specdec.decoder import SpeculativeDecoder
 from specdec.decoding.prompts import encode_prompts
 from specdec.decoding.provenance import hash_ids, hash_template, versions
 from specdec.decoding.result import Generation
+from specdec.decoding.shard import Shard
 from specdec.decoding.validation import check_places
 from specdec.errors import SpecdecError
 from specdec.models.names import model_name
 from specdec.research.ablation.config import AblationConfig, Cell
 from specdec.research.ablation.journal import Journal
 from specdec.research.ablation.models import Shelf, by_models
-from specdec.research.ablation.shard import Shard
 from specdec.research.ablation.store import Plan, Store
 from specdec.research.ablation.work import missing_calls
 from specdec.research.prompts.datasets import TURN, Prompt, as_given, with_template

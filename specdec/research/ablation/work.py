@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from specdec.config import GenerationSettings
+from specdec.decoding.shard import Shard
 from specdec.decoding.validation import check_places
 from specdec.drafters import make_drafters
 from specdec.errors import SpecdecError
 from specdec.research.ablation.config import Cell
 from specdec.research.ablation.models import by_models
-from specdec.research.ablation.shard import Shard
 from specdec.research.ablation.store import MANIFEST, Plan, Store
 from specdec.research.prompts.datasets import Prompt
 

@@ -147,6 +147,8 @@ def record(
         The trace; `trace.result` is what `generate` returns. An interrupted call gives the trace so far.
     """
     check_whole("top", top, 1)
+    if options.get("shard") is not None:
+        raise SpecdecError("shard: a trace is of all prompts of a call; give each process its own")
     call = decoder._call(prompts, strategies, max_new_tokens=max_new_tokens, **options)
     call.record, call.top = True, top
     rounds: list[Round] = []

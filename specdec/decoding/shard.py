@@ -1,4 +1,4 @@
-"""A part of an ablation, for processes that share the work."""
+"""A part of the prompts of a call or of the cells of an ablation, for processes that share the work."""
 
 from __future__ import annotations
 
@@ -23,11 +23,15 @@ class Shard:
         """Read "0/4", the first of four; None = all of it. Raises SpecdecError for another form."""
         if text is None:
             return Shard()
-        numbers = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
+        numbers = re.fullmatch(r"(\d{1,9})/(\d{1,9})", str(text))
         shard = Shard(*map(int, numbers.groups())) if numbers else None
         if shard is None or shard.index >= shard.count:
             raise SpecdecError(f"shard: expected index/count with index from 0 to count - 1, such as 0/4, got {text!r}")
         return shard
+
+    def has(self, index: int) -> bool:
+        """True for what belongs to this part: everything `count` apart."""
+        return index % self.count == self.index
 
     def place(self, models: PairConfig) -> PairConfig:
         """The pair on this shard's GPU, if the config leaves the device open: shards take the GPUs in turn."""

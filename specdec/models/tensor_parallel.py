@@ -1,0 +1,45 @@
+"""A target whose weights are spread over processes by transformers' tensor parallelism.
+
+Each process holds some heads of every attention and some columns of every product, and the partial results are summed
+twice a layer. K/V caches hold a process's own heads. The draft is loaded whole in every process.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers.distributed import DistributedConfig
+
+from specdec.errors import SpecdecError
+from specdec.models.kinds import attention_heads, layer_configs
+
+
+def own_device() -> torch.device:
+    """Return the device of this process: the GPU numbered by its rank on this machine, or the CPU."""
+    rank = int(os.environ.get("LOCAL_RANK", 0))
+    return torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def loading_options(tp_plan: Any, config: Any, where: str) -> dict[str, Any]:
+    """Return what `from_pretrained` takes to spread a model of this config over torchrun's processes.
+
+    tp_plan: "auto", or rules by module that replace the model's own
+    Raises SpecdecError outside torchrun, and for a model that cannot be spread over so many processes.
+    """
+    if tp_plan != "auto" and not isinstance(tp_plan, Mapping):
+        raise SpecdecError(f"tp_plan must be 'auto' or a mapping of modules to styles, got {tp_plan!r}")
+    if "LOCAL_RANK" not in os.environ:
+        raise SpecdecError(
+            "tp_plan spreads the target over several processes, and this is one: start them all with "
+            "torchrun --nproc-per-node N"
+        )
+    size = int(os.environ["WORLD_SIZE"])
+    for layer in layer_configs(config.get_text_config()):
+        for name, heads in zip(("attention", "key-value"), attention_heads(layer), strict=True):
+            if heads % size:
+                raise SpecdecError(f"{where} has {heads} {name} heads, which {size} processes cannot share evenly")
+    # A plan of one process is not spread at all.
+    return {"distributed_config": DistributedConfig(tp_plan=tp_plan if tp_plan == "auto" else dict(tp_plan))}
