@@ -46,9 +46,9 @@ def draw(folder: Path) -> None:
     """Write plot_NAME.png for every plot."""
     for plot in plots.PLOTS.values():
         figure = plot(RESULTS / f"{SOURCES[plot.__name__]}.parquet")
-        figure.savefig(folder / f"plot_{plot.__name__}.png", dpi=80)
+        figure.savefig(folder / f"plot_{plot.__name__}.png", dpi=110)
     if (RESULTS / f"{BASELINES}.parquet").is_file():
-        plots.cost_acceptance_pareto(RESULTS / f"{BASELINES}.parquet").savefig(folder / "plot_baselines.png", dpi=80)
+        plots.cost_acceptance_pareto(RESULTS / f"{BASELINES}.parquet").savefig(folder / "plot_baselines.png", dpi=110)
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from specdec.errors import SpecdecError, unknown_name
-from specdec.research.ablation.look import DODGE, finish, make_axes, shares
+from specdec.research.ablation.look import finish, make_axes, shares, shift
 from specdec.research.bootstrap import Interval
 from specdec.research.colours import looks
 from specdec.research.results import Results, chain_of
@@ -58,8 +58,7 @@ def facets(
     for place, title in zip(axes, titles, strict=True):
         for i, value in enumerate(colours):
             own = [r for r in rows if r[colour] == value and (panel is None or r[panel] == title)]
-            shift = step * DODGE * (i / (len(colours) - 1) - 0.5) if len(colours) > 1 else 0.0
-            at = [(r[x] if numbers else places.index(r[x])) + shift for r in own]
+            at = [(r[x] if numbers else places.index(r[x])) + shift(i, len(colours), step) for r in own]
             _points(place, at, [r[figure] for r in own], str(value), look[i], connected=numbers)
         place.set_xlabel(IN_WORDS.get(x, x))
         place.set_ylabel(IN_WORDS.get(figure, figure.replace("_", " ")))

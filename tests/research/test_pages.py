@@ -97,6 +97,8 @@ def test_in_a_browser_nothing_is_wider_than_the_window_in_either_scheme(width: i
             page.open(file)
             assert page.run("document.documentElement.scrollWidth <= innerWidth"), (scheme, file.name)
             grounds.add((scheme, page.run("getComputedStyle(document.body).backgroundColor")))
+            # The labels of a plot, 9 points in a figure of 5 inches, have 11 pixels or more.
+            assert page.run("[...document.images].every(i => i.clientWidth * 9 / 72 / 5 >= 11)"), (scheme, file.name)
             if width == 1400:  # no column is cut
                 assert page.run("[...document.querySelectorAll('.scroll')].every(e => e.scrollWidth <= e.clientWidth)")
         assert grounds == {("light", "rgb(255, 255, 255)"), ("dark", "rgb(20, 23, 26)")}

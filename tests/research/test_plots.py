@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from specdec import STRATEGIES, Results
 from specdec.cli.output import colours
 from specdec.errors import SpecdecError
 from specdec.research.ablation import plots
+from specdec.research.ablation.look import BESIDE, Look
 from specdec.research.ablation.table import figures
 from specdec.research.colours import STRATEGY_COLOURS, colour_of, luminance, on_any_ground, tint
 from specdec.research.facets import facets
@@ -65,9 +67,9 @@ def lines(figure: Any) -> dict[str, tuple[list[float], list[float]]]:
 
 def test_acceptance_by_position_is_accepted_over_tested(rows: list[Any]) -> None:
     drawn = lines(plots.acceptance_by_position(rows))
-    assert drawn["draft k=1"] == ([1.0], [pytest.approx(4 / 8)])
+    assert drawn["draft k=1"] == ([1.0 - BESIDE], [pytest.approx(4 / 8)])
     assert drawn["draft k=2"] == ([1.0, 2.0], [pytest.approx(4 / 5), pytest.approx(3 / 4)])
-    assert drawn["lookup"] == ([1.0], [pytest.approx(1 / 11)])
+    assert drawn["lookup"] == ([1.0 + BESIDE], [pytest.approx(1 / 11)])
 
 
 def test_the_histogram_has_the_shares_of_drafted_rounds(rows: list[Any]) -> None:
@@ -217,6 +219,10 @@ def test_all_settings_are_drawn_in_panels_and_into_given_axes(rows: list[Any], t
     assert [a.get_title() for a in figure.axes] == ["strategies = draft", "strategies = lookup"]
     drawn = [len(a.get_legend_handles_labels()[1]) for a in figure.axes]
     assert drawn == [20, 10]
+    for place in figure.axes:  # beside each other, among those of the panel, and around the position
+        at = sorted(h.lines[0].get_xdata()[0] for h in place.containers)
+        assert len({round(x, 6) for x in at}) == len(at)
+        assert (sum(at) / len(at), at[-1] - at[0]) == (pytest.approx(1), pytest.approx(0.5))
     mine = Figure()
     axes = mine.add_subplot()
     assert plots.accepted_length_histogram(rows, ax=axes) is mine
@@ -226,13 +232,22 @@ def test_all_settings_are_drawn_in_panels_and_into_given_axes(rows: list[Any], t
         assert (tmp_path / f"a.{ending}").stat().st_size > 1000
 
 
+def test_settings_of_a_strategy_are_told_apart_and_from_white(rows: list[Any]) -> None:
+    for who in ("draft-model", "ngram-mod", "lookahead"):
+        made = [row(f"k={k}", "a", [(who, 2, 1)]) for k in range(6)]
+        shades = [luminance(Look(made).colour(f"k={k}")) for k in range(6)]
+        assert shades == sorted(shades, reverse=True)
+        assert min((a + 0.05) / (b + 0.05) for a, b in pairwise(shades)) > 1.1
+        assert 1.05 / (shades[0] + 0.05) > 2.9
+
+
 def test_facets_draw_any_figure_against_any_axis(rows: list[Any]) -> None:
     both = [{**r, "category": c, "prompt": r["prompt"] + c} for c in ("x", "y") for r in rows]
     figure = facets(both, "draft_acceptance_rate", x="position", colour="strategy", panel="category")
     assert [a.get_title() for a in figure.axes] == ["category = x", "category = y"]
     x, y = lines(figure)["draft-model"]
     assert y == [pytest.approx((8 + 8) / (16 + 10)), pytest.approx(6 / 10)]
-    assert x == [1 - 0.25, 2 - 0.25], "beside the other strategy's"
+    assert x == [1 - BESIDE / 2, 2 - BESIDE / 2], "beside the other strategy's"
     [line] = [h.lines[0] for h in figure.axes[0].containers if h.get_label() == "draft-model"]
     assert line.get_color() == STRATEGY_COLOURS["draft-model"]
     with pytest.raises(SpecdecError, match="figure 'speed'"):

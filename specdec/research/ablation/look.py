@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from specdec.errors import SpecdecError
 from specdec.research.ablation.table import Row
-from specdec.research.colours import colour_of, marker_of, tint
+from specdec.research.colours import colour_of, marker_of, with_luminance
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-FEW, CROWDED = 5, 4  # entries of a legend inside the axes; lines that are drawn beside each other beyond
+FEW = 3  # entries of a legend inside the axes
 MARKED = 0.01  # loop share from which a legend says it
-DODGE = 0.5  # of the distance between two positions, for all lines together
+BESIDE, DODGE = 0.12, 0.5  # of the distance between two places: from line to line, and at most for all together
 COLUMNS = 3  # panels in a row
-LIGHTEST, DARKEST = 0.5, -0.35  # shares of white and black in the settings of one strategy
+LIGHTEST, DARKEST = 0.3, 0.07  # luminances of the settings of one strategy: 3 : 1 and more to white
 
 
 class Look:
@@ -26,23 +26,24 @@ class Look:
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.strategy = {r["setting"]: strategy_of(r) for r in rows if r["drafts"]}
-        self.names = list(self.strategy)
         self.loops = shares([(label, r) for r in rows if r["drafts"] for label in (r["setting"], curve(r["setting"]))])
 
     def colour(self, setting: str) -> str:
         who = self.strategy[setting]
         same = [name for name, other in self.strategy.items() if other == who]
-        share = same.index(setting) / max(1, len(same) - 1)
-        return tint(colour_of(who), LIGHTEST + share * (DARKEST - LIGHTEST) if len(same) > 1 else 0.0)
+        if len(same) == 1:
+            return colour_of(who)
+        share = same.index(setting) / (len(same) - 1)
+        return with_luminance(colour_of(who), LIGHTEST * (DARKEST / LIGHTEST) ** share)
 
     def marker(self, setting: str) -> str:
         return marker_of(self.strategy[setting])
 
-    def shift(self, setting: str) -> float:
-        """How far beside its place a setting's points are, so that intervals do not hide each other."""
-        if len(self.names) <= CROWDED:
-            return 0.0
-        return DODGE * (self.names.index(setting) / (len(self.names) - 1) - 0.5)
+
+def shift(index: int, count: int, step: float = 1.0) -> float:
+    """How far beside its place the points of one of `count` lines are, so that intervals do not hide each other. step:
+    the distance between two places."""
+    return step * (index - (count - 1) / 2) * min(BESIDE, DODGE / max(1, count - 1))
 
 
 def curve(setting: str) -> str:
@@ -91,7 +92,7 @@ def make_axes(count: int) -> tuple[Figure, list[Any]]:
         raise SpecdecError("plots need the package matplotlib: install specdec[research]") from None
     columns = min(count, COLUMNS)
     lines = math.ceil(count / columns)
-    size = (7.0, 4.2) if count == 1 else (4.2 * columns, 3.4 * lines)
+    size = (5.0, 3.6) if count == 1 else (4.2 * columns, 3.4 * lines)
     figure = Figure(figsize=size, layout="constrained")
     made = figure.subplots(lines, columns, squeeze=False).flat
     for spare in list(made)[count:]:
@@ -100,16 +101,17 @@ def make_axes(count: int) -> tuple[Figure, list[Any]]:
 
 
 def finish(axes: Any, figure: Figure | None, loops: Mapping[str, float]) -> None:
-    """A legend of all panels; of many entries beside them. figure: None = the axes are the caller's; loops: loop shares
+    """A legend of all panels; of many entries below them. figure: None = the axes are the caller's; loops: loop shares
     of labels, which the legend says."""
     # A name that begins with an underscore would be left out of the legend, and `$` would be read as mathematics.
     found = {label: handle for a in axes for handle, label in zip(*a.get_legend_handles_labels(), strict=True)}
-    marked = (f"{label} ({loops[label]:.0%} in loops)" if label in loops else label for label in found)
+    names = {label: label.rpartition("  ")[2] for label in found}  # without the number that a point has
+    marked = (f"{label} ({loops[n]:.0%} in loops)" if n in loops else label for label, n in names.items())
     shown = [label.replace("$", r"\$") for label in marked]
     if figure is None or (len(found) <= FEW and len(axes) == 1):
         if found:
-            axes[0].legend(list(found.values()), shown, fontsize=8)
+            axes[0].legend(list(found.values()), shown, fontsize=9)
         return
-    columns = math.ceil(len(found) / 24)
-    figure.set_figwidth(figure.get_figwidth() + 2.5 * columns)
-    figure.legend(list(found.values()), shown, fontsize=7, loc="outside right upper", ncols=columns)
+    columns = max(1, int(figure.get_figwidth() / (0.7 + 0.07 * max(map(len, shown)))))
+    figure.set_figheight(figure.get_figheight() + 0.18 * math.ceil(len(found) / columns))
+    figure.legend(list(found.values()), shown, fontsize=9, loc="outside lower center", ncols=columns)

@@ -19,7 +19,7 @@ import numpy as np
 
 from specdec.config import check_whole
 from specdec.errors import SpecdecError
-from specdec.research.ablation.look import Look, curve
+from specdec.research.ablation.look import Look, curve, shift
 from specdec.research.ablation.plot_table import PAIRED, ROUNDS, of_table
 from specdec.research.ablation.summary import (
     by_setting,
@@ -32,7 +32,7 @@ from specdec.research.ablation.summary import (
 )
 from specdec.research.ablation.table import Row
 from specdec.research.bootstrap import ratio
-from specdec.research.colours import colour_of
+from specdec.research.colours import colour_of, tint
 from specdec.research.results_table import IN_WORDS
 from specdec.stats import PER_TESTED, RoundRecord
 
@@ -49,13 +49,14 @@ THEORY_POINTS = 256  # at most, of a theory's line
 def acceptance_by_position(rows: list[Row], axes: Any, look: Look) -> None:
     """Acceptance of a tested token by position in the draft, one line per setting, 95 % intervals."""
     _label(axes, "position in the draft", PER_TESTED)
-    for name, group in _drafting(rows).items():
+    groups = _drafting(rows)
+    for index, (name, group) in enumerate(groups.items()):
         points = []
         for i in range(max(len(r["tested"]) for r in group)):
             counts = _by_prompt([(conversation(r), _at(r["reached"], i), _at(r["tested"], i)) for r in group])
             if sum(counts[1]) >= LEAST_TESTED:
                 points.append((i + 1, ratio(*counts)))
-        _line(axes, look, name, points, look.shift(name))
+        _line(axes, look, name, points, shift(index, len(groups)))
     axes.set_ylim(0, 1.02)
     axes.xaxis.get_major_locator().set_params(integer=True)
 
@@ -93,9 +94,10 @@ def speedup_against_k(rows: list[Row], axes: Any, look: Look) -> None:
         raise SpecdecError("the results table has no drafting setting with an axis k and plain rows")
     _label(axes, "draft length k", IN_WORDS["decode_speedup"])
     colours = Look([{**groups[setting][0], "setting": name} for name, setting in drawn.items()])
-    for name, points in curves.items():
+    for index, (name, points) in enumerate(curves.items()):
         points.sort(key=lambda point: point[0])
-        line = _line(axes, colours, name, [(k, found["decode_speedup"]) for k, found in points])
+        measured = [(k, found["decode_speedup"]) for k, found in points]
+        line = _line(axes, colours, name, measured, shift(index, len(curves)))
         costs = points[len(points) // 2][1]["costs"]
         if costs is not None:
             ks = _lengths(points[-1][0])
@@ -121,7 +123,8 @@ def cost_acceptance_pareto(rows: list[Row], axes: Any, look: Look) -> None:
     widest = max(cost for _, cost, _ in points) * 1.08
     for gain in (0.5, 1.0, 1.5, 2.0, 3.0):
         axes.plot([0, widest], [0, gain * widest], color="lightgrey", linewidth=0.8, zorder=0)
-        axes.annotate(f"{gain:g}x", (0.98 * widest, 0.98 * gain * widest), color="grey", fontsize=8, clip_on=True)
+        place = (0.98 * widest, 0.98 * gain * widest)
+        axes.annotate(f"{gain:g}x", place, color="grey", fontsize=8, ha="right", clip_on=True)
     for i, (name, cost, gain) in enumerate(points, 1):
         beaten = any(c <= cost and g >= gain and (c, g) != (cost, gain) for _, c, g in points)
         label, shape = name, "o" if beaten else "D"
@@ -238,15 +241,17 @@ def _label(axes: Any, x: str, y: str) -> None:
     axes.grid(alpha=0.25)
 
 
-def _line(axes: Any, look: Look, name: str, points: Sequence[tuple[float, Any]], shift: float = 0.0) -> Any:
+def _line(axes: Any, look: Look, name: str, points: Sequence[tuple[float, Any]], beside: float = 0.0) -> Any:
     """A line with error bars; points are (x, Interval or its dict)."""
     intervals = [(x, i if isinstance(i, Mapping) else i.to_dict()) for x, i in points]
     known = [(x, i) for x, i in intervals if i["value"] is not None]
     values = [i["value"] for _, i in known]
     low = [max(0.0, i["value"] - (i["value"] if i["low"] is None else i["low"])) for _, i in known]
     high = [max(0.0, (i["value"] if i["high"] is None else i["high"]) - i["value"]) for _, i in known]
-    style: dict[str, Any] = {"color": look.colour(name), "marker": look.marker(name), "capsize": 3, "label": name}
-    return axes.errorbar([x + shift for x, _ in known], values, yerr=[low, high], **style)[0]
+    colour = look.colour(name)
+    style: dict[str, Any] = {"color": colour, "ecolor": tint(colour, 0.4), "elinewidth": 1, "capsize": 2}
+    style |= {"marker": look.marker(name), "label": name}
+    return axes.errorbar([x + beside for x, _ in known], values, yerr=[low, high], **style)[0]
 
 
 __all__ = [

@@ -41,8 +41,10 @@ th:first-child, td:first-child { text-align: left; min-width: 9em; }
 .good { background: var(--good); } .bad { background: var(--bad); color: var(--rejected); }
 .warn { background: var(--warn); }
 pre { background: var(--panel); padding: .8em; overflow-x: auto; white-space: pre-wrap; font-size: 12px; }
-img { max-width: 100%; min-width: 700px; background: white; border-radius: 6px; }
-figure { margin: 1em 0; } figcaption { font-weight: 600; }
+figure { margin: 1em 0; display: grid; gap: 8px;
+  grid-template-columns: repeat(auto-fit, minmax(min(420px, 100%), 1fr)); }
+img { width: 100%; max-width: 700px; background: white; border-radius: 6px; }
+figcaption { font-weight: 600; grid-column: 1 / -1; }
 summary { cursor: pointer; } summary + p { color: var(--quiet); }
 """
 
@@ -151,26 +153,30 @@ def _comparisons(summary: Mapping[str, Any]) -> str:
 
 
 def _plots(rows: Sequence[Row]) -> list[str]:
-    """Every plot that these rows allow, with a panel a chain where there are many settings, and why the others are
-    missing."""
+    """Every plot that these rows allow, with an image a chain where there are many settings, and why the others are
+    missing. Images of their own, and no panels of one, so that they fit under each other into a narrow window."""
+    from specdec.research.ablation.look import panels
     from specdec.research.ablation.plots import PLOTS
 
     drafting = list(dict.fromkeys(r["setting"] for r in rows if r["drafts"]))
-    panel = "strategies" if len(drafting) > MANY_SETTINGS else None
+    parts = panels(rows, "strategies" if len(drafting) > MANY_SETTINGS else None)
     made = []
     for title, plot in PLOTS.items():
-        try:
-            figure = plot(rows, panel=panel)
-        except SpecdecError as error:  # this table has nothing for it: no axis k, no draft
-            made.append(f"<p>Not drawn: {text(error)}.</p>")
-            continue
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", dpi=120)
-        image = base64.b64encode(buffer.getvalue()).decode()
-        made.append(
-            f'<figure><figcaption>{text(title)}</figcaption><div class="scroll"><img alt="{text(title)}" '
-            f'src="data:image/png;base64,{image}"></div></figure>'
-        )
+        images, reasons = [], []
+        for name, own in parts.items():
+            try:
+                figure = plot(own)
+            except SpecdecError as error:  # these rows have nothing for it: no axis k, no draft
+                reasons.append(str(error))
+                continue
+            figure.axes[0].set_title(name, fontsize=10)
+            buffer = io.BytesIO()
+            figure.savefig(buffer, format="png", dpi=150)
+            image = base64.b64encode(buffer.getvalue()).decode()
+            images.append(f'<img alt="{text(f"{title} {name}")}" src="data:image/png;base64,{image}">')
+        if images:
+            made.append(f"<figure><figcaption>{text(title)}</figcaption>{''.join(images)}</figure>")
+        made += [f"<p>Not drawn: {text(reason)}.</p>" for reason in dict.fromkeys(reasons)]
     return made
 
 
