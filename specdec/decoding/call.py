@@ -290,6 +290,11 @@ class Call:
             "fused": {role: len(r.fusion) for role, r in decoder._runners().items() if r.fusion is not None},
             "compile": {role: r.compile_report(self.recorded_before[role]) for role, r in decoder._runners().items()},
             "batch": self.batch,
+            "overlap": {
+                label: d.overlapped
+                for label, d in zip(self.engine.chain.labels, self.engine.chain.drafters, strict=True)
+                if d.overlapped
+            },
             "resumed": self.engine.verifier.resumed_report(),
             "lossy": self.rule.lossy,
         }

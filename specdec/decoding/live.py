@@ -106,7 +106,7 @@ class LiveCall:
             self.call.__exit__(None, None, None)
 
 
-OF_ROWS = ("seed", "num_return_sequences", "batch_size", "keep_state")
+OF_ROWS = ("seed", "num_return_sequences", "batch_size", "keep_state", "shard")
 
 
 def check_live(options: dict[str, Any], slots: int, capacity: int | None) -> None:

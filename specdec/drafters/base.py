@@ -360,6 +360,11 @@ class Drafter:
         """Return (passes of a model, seconds of its prefill) that drafting has taken in this call."""
         return 0, 0.0
 
+    @property
+    def overlapped(self) -> dict[str, int]:
+        """Return how many drafts were made on a guess at the target's token, and how many guesses were right."""
+        return {}
+
     def close(self) -> None:
         """End the call."""
 

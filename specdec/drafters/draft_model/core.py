@@ -136,6 +136,17 @@ class Proposal(Buffers):
     q: Tensor | None
     states: Tensor | None = None
 
+    def with_rows(self, other: Proposal, rows: Sequence[int]) -> Proposal:
+        """Return this proposal with some rows of another, which may have fewer tokens: its rows end there."""
+        taken = np.zeros(len(self.tokens), dtype=bool)
+        taken[list(rows)] = True
+        mask = array_on(taken, self.tokens.device)[:, None]
+        short = self.tokens.shape[1] - other.tokens.shape[1]
+        q = None
+        if self.q is not None and other.q is not None:
+            q = torch.where(mask[..., None], F.pad(other.q, (0, 0, 0, short)), self.q)
+        return Proposal(torch.where(mask, F.pad(other.tokens, (0, short)), self.tokens), None, q)
+
     def draft(self, row: int, limit: int, name: str) -> Draft:
         """Return the draft of one row, at most `limit` tokens."""
         q = None if self.q is None else self.q[row]

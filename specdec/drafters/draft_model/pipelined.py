@@ -6,6 +6,11 @@ is launched right after the verify pass, and takes them from there. When the hos
 if another row has taken a slot meanwhile, it is dropped.
 
 Used only if one strategy drafts chains of fixed length, recorded, with room for a whole draft whatever is accepted.
+
+A draft model on a GPU of its own *overlaps*: it does not wait for the verdict, but drafts on while the target verifies,
+as if all were accepted. Its next token is a guess at the target's own; a row whose guess was right has its next draft
+already, the others draft anew. Random numbers belong to a position and a round, so the drafts are the same either way;
+whether one was there earlier depends on the guess, and on no token of the draft.
 """
 
 from __future__ import annotations
@@ -22,7 +27,18 @@ from torch.nn import functional as F
 from specdec.device.buffers import Buffers
 from specdec.device.transfer import array_on
 from specdec.drafters.base import DraftRequest
-from specdec.drafters.draft_model.core import DraftCore, Proposal, StepInputs, StepsKey, Stops, recordable, stream_of
+from specdec.drafters.draft_model.core import (
+    POSITIONS,
+    STARTS,
+    TOKENS,
+    DraftCore,
+    Proposal,
+    StepInputs,
+    StepsKey,
+    Stops,
+    recordable,
+    stream_of,
+)
 from specdec.sampling.texts import Known
 
 # Columns of `AheadInputs.table`: ids of a row whose draft is being verified, the key of its random numbers, tokens of
@@ -75,6 +91,29 @@ class Ahead:
         return self.proposal.tokens.shape[1]
 
 
+@dataclass(frozen=True)
+class Overlapped:
+    """A proposal that takes a draft for accepted before it is verified.
+
+    proposal: [B, 1 + k] tokens, of which the first is the guess
+    sizes: row -> ids that it has if all is accepted, without the guess
+    """
+
+    proposal: Proposal
+    sizes: dict[int, int]
+
+    @property
+    def guess(self) -> Tensor:
+        """The guessed token of every row, [B]."""
+        return self.proposal.tokens[:, 0]
+
+    @property
+    def rest(self) -> Proposal:
+        """The proposal after the guess."""
+        q = None if self.proposal.q is None else self.proposal.q[:, 1:]
+        return Proposal(self.proposal.tokens[:, 1:], None, q)
+
+
 def possible(core: DraftCore, requests: Sequence[DraftRequest], k: int) -> bool:
     """True if drafts of k tokens can follow those that are being verified, whatever is accepted."""
     drafted = [core.outstanding.get(r.row, 0) for r in requests]
@@ -106,6 +145,47 @@ def go_ahead(
     proposal = core.runner.run(core.cache, AheadKey(steps), inputs, function)
     core.passes += k
     return Ahead(proposal, {r.row: len(r.tokens) + 1 for r in requests})
+
+
+def can_overlap(core: DraftCore, requests: Sequence[DraftRequest], k: int, stops: Stops) -> bool:
+    """True if k tokens after a guess can be drafted: what ends drafts early would look at the guess too."""
+    sampling = requests[0].sampling
+    reads_texts = sampling is not None and sampling.texts is not None
+    return not (stops.p_min or stops.rule or reads_texts) and possible(core, requests, k)
+
+
+def overlap(
+    core: DraftCore, requests: Sequence[DraftRequest], k: int, stops: Stops, vocab_size: int, judged: Tensor
+) -> Overlapped:  # fmt: skip
+    """Draft a guess and k tokens after it, as if all of `judged` [B, k'] were accepted."""
+    sampling, width = requests[0].sampling, core.shapes.width(1)
+    host, sizes = np.zeros((core.batch, TOKENS), dtype=np.int64), {}
+    drafted = [max(1, core.outstanding.get(b, 0)) for b in range(core.batch)]
+    for r in requests:
+        sizes[r.row] = size = len(r.tokens) + 1 + drafted[r.row]
+        host[r.row, STARTS : POSITIONS + 1] = size - 1, 1, stream_of(r), size
+    reach = int(host[:, STARTS].max()) + k + 1
+    steps = core.key_of(sampling, width, reach, k + 1, stops, vocab_size)
+    last = judged.gather(1, array_on(np.array(drafted)[:, None] - 1, judged.device))
+    table = torch.cat([array_on(host, judged.device), F.pad(last, (0, width - 1))], dim=1)
+    proposal = core.runner.run(
+        core.cache, steps, StepInputs(table), lambda given: core.steps(steps, sampling, given, requests)
+    )
+    core.passes += k + 1
+    return Overlapped(proposal, sizes)
+
+
+def take_rows(core: DraftCore, made: Overlapped, requests: Sequence[DraftRequest], guesses: Sequence[int]) -> set[int]:
+    """Count the drafts of rows whose guess was right as fed; returns these rows. guesses: of every row."""
+    k, right = made.proposal.tokens.shape[1] - 1, set()
+    for r in requests:
+        size, room = made.sizes.get(r.row), core.room(r, k)
+        # A row that has begun anew has no verdict.
+        if r.row in core.accepted and len(r.tokens) == size and r.last == guesses[r.row] and room == k:
+            core.length[r.row] = core.write(r)
+            core.outstanding[r.row] = k
+            right.add(r.row)
+    return right
 
 
 def take(core: DraftCore, ahead: Ahead, requests: Sequence[DraftRequest]) -> bool:

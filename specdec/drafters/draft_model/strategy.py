@@ -13,12 +13,21 @@ from typing import Any
 
 from torch import Tensor
 
-from specdec.config import check_number, check_whole
+from specdec.config import check_number, check_switch, check_whole
 from specdec.drafters.base import Draft, DraftContext, Drafter, DraftRequest, Tokens, empty_like
 from specdec.drafters.best_tree import TreeSize
 from specdec.drafters.draft_model.core import DraftCore, Proposal, StopRule, Stops
 from specdec.drafters.draft_model.intersection import IntersectingDrafter
-from specdec.drafters.draft_model.pipelined import Ahead, go_ahead, possible, take
+from specdec.drafters.draft_model.pipelined import (
+    Ahead,
+    Overlapped,
+    can_overlap,
+    go_ahead,
+    overlap,
+    possible,
+    take,
+    take_rows,
+)
 from specdec.drafters.draft_model.translation import TranslatingDrafter
 from specdec.drafters.draft_model.tree import BestGrowth, Growth
 from specdec.drafters.tree_plan import parse_opt, parse_plan, plan_parents
@@ -46,6 +55,7 @@ class DraftModel(Drafter):
     translate: what to do if the two vocabularies differ: True or "text" = draft through text (translation.py),
         "intersection" = draft tokens that both have, with a q (intersection.py)
     replacements: the target's text -> what the draft sees instead, with translate=True
+    overlap: draft on while the target verifies (pipelined.py); None = if the draft has a GPU of its own
     Raises SpecdecError for bad parameters.
     """
 
@@ -59,6 +69,7 @@ class DraftModel(Drafter):
     preset: str | None = None
     translate: bool | str = False
     replacements: Mapping[str, str] = field(default_factory=dict)
+    overlap: bool | None = None
     name: str = field(init=False, default="draft-model")
     uses_draft_model = True
 
@@ -83,6 +94,8 @@ class DraftModel(Drafter):
             raise SpecdecError(
                 f'draft-model: translate must be True, False, "text" or "intersection", got {self.translate!r}'
             )
+        if self.overlap is not None:
+            check_switch("draft-model: overlap", self.overlap)
         if self.replacements and self.translate not in (True, "text"):
             raise SpecdecError("draft-model: replacements have no effect without translate=True")
         if (self.n_min or 0) > (self.n_max or 0):
@@ -131,13 +144,18 @@ class DraftModel(Drafter):
         spare = self.best_size.slots if self._best else context.nodes if self.makes_trees else 0
         made._core = DraftCore(context.draft_runner, context.batch, context.capacity, kept, spare)
         made._proposal = made._ahead = None
+        made._guesses = {"guesses": 0, "right": 0}
+        if made.overlap is None:
+            own, target = context.draft_runner.device, None if context.target is None else context.target.device
+            made.overlap = own.type == "cuda" and target is not None and own != target
         return made
 
     _context: DraftContext = field(init=False, repr=False, compare=False)
     _core: DraftCore = field(init=False, repr=False, compare=False)
     _proposal: Proposal | None = field(init=False, repr=False, compare=False, default=None)  # this round's
+    _guesses: dict[str, int] = field(init=False, repr=False, compare=False)
     _rule: StopRule | None = field(init=False, repr=False, compare=False, default=None)
-    _ahead: Ahead | None = field(init=False, repr=False, compare=False, default=None)  # the next round's
+    _ahead: Ahead | Overlapped | None = field(init=False, repr=False, compare=False, default=None)  # the next round's
 
     def stop_by(self, rule: Any, levels: Mapping[int, float]) -> None:
         if self.makes_trees or not hasattr(self._core, "levels"):
@@ -160,6 +178,10 @@ class DraftModel(Drafter):
     def cost(self) -> tuple[int, float]:
         return self._core.cost()
 
+    @property
+    def overlapped(self) -> dict[str, int]:
+        return self._guesses if self.overlap else {}
+
     def close(self) -> None:
         self._core.close()
 
@@ -173,28 +195,47 @@ class DraftModel(Drafter):
             make = BestGrowth if self._best else Growth
             trees = make(self, [r for r, _ in work], [n for _, n in work]).grow()
             return [trees.get(r.row, Draft()) for r in requests]
-        wanted, ahead = [r for r, _ in work], self._ahead
-        if ahead is not None and len(work) == len(requests) and take(self._core, ahead, wanted):
+        wanted, ahead, self._ahead = [r for r, _ in work], self._ahead, None
+        if isinstance(ahead, Overlapped):
+            proposal = self._after_guess(ahead, wanted, depth)
+        elif ahead is not None and len(work) == len(requests) and take(self._core, ahead, wanted):
             proposal = ahead.proposal
         else:
-            k = self._core.recorded_steps(max(n for _, n in work), depth)
-            proposal = self._core.propose(wanted, k, self._stops, self._context.vocab_size)
-        self._proposal, self._ahead = proposal, None
+            proposal = self._propose(wanted, depth)
+        self._proposal = proposal
         drafts = {r.row: proposal.draft(r.row, n, self.name) for r, n in work}
         return [drafts.get(r.row, Draft()) for r in requests]
 
+    def _propose(self, requests: Sequence[DraftRequest], depth: int) -> Proposal:
+        k = self._core.recorded_steps(max(self._core.room(r, depth) for r in requests), depth)
+        return self._core.propose(requests, k, self._stops, self._context.vocab_size)
+
+    def _after_guess(self, ahead: Overlapped, requests: Sequence[DraftRequest], depth: int) -> Proposal:
+        """Return the overlapped drafts of rows whose guess was right, and new ones of the others."""
+        assert self._context.reader is not None
+        right = take_rows(self._core, ahead, requests, self._context.reader.read(ahead.guess)[0])
+        self._guesses["guesses"] += len(requests)
+        self._guesses["right"] += len(right)
+        wrong = [r for r in requests if r.row not in right]
+        return ahead.rest.with_rows(self._propose(wrong, depth), [r.row for r in wrong]) if wrong else ahead.rest
+
     @property
     def can_pipeline(self) -> bool:
-        """True for chains whose draft steps are recorded."""
-        return not self.makes_trees and self._core.runner.graphs is not None
+        """True for chains that overlap, or whose draft steps are recorded."""
+        return not self.makes_trees and (bool(self.overlap) or self._core.runner.graphs is not None)
 
     def pipeline(self, requests: Sequence[DraftRequest], accepted: Tensor, token: Tensor) -> bool:
         k = self.n_max or 0
-        if self._proposal is None or accepted.device != self._core.runner.device:
-            return False
-        if not possible(self._core, requests, k):
+        if self._proposal is None:
             return False
         judged = self._proposal.tokens
+        if self.overlap:
+            if not can_overlap(self._core, requests, k, self._stops):
+                return False
+            self._ahead = overlap(self._core, requests, k, self._stops, self._context.vocab_size, judged)
+            return True
+        if accepted.device != self._core.runner.device or not possible(self._core, requests, k):
+            return False
         self._ahead = go_ahead(
             self._core, requests, k, self._stops, self._context.vocab_size, judged, accepted, token
         )  # fmt: skip
