@@ -15,7 +15,7 @@ from specdec.config import UNSET, GenerationSettings, check_exact, check_switch
 from specdec.decoding import show
 from specdec.decoding.call import Call
 from specdec.decoding.live import LiveCall, check_live
-from specdec.decoding.prompts import TextStream, chat_rows, encode_prompts, plain_prompts
+from specdec.decoding.prompts import TextStream, chat_rows, encode_prompts, plain_prompts, prompt_names
 from specdec.decoding.provenance import WeightHash, hash_template
 from specdec.decoding.result import Generation, Round
 from specdec.device.ambient import Steps, pinned
@@ -240,8 +240,8 @@ class SpeculativeDecoder:
                 runner.check_trees(name)
         if settings.order == "upstream":
             drafters = upstream_order(drafters)
-        prompts = plain_prompts(prompts, self.tokenizer)
-        encoded = encode_prompts(prompts, self.tokenizer, self.target.vocab_size, self.target.context)
+        names, prompts = prompt_names(prompts), plain_prompts(prompts, self.tokenizer)
+        encoded = encode_prompts(prompts, self.tokenizer, self.target.vocab_size, self.target.context, names)
         template = hash_template(self.tokenizer)
         templates = [template if chat else None for chat in chat_rows(prompts)]
         default = self.default_chain if strategies is UNSET else strategies is None

@@ -54,7 +54,7 @@ def compare(
     from specdec.research.ablation.merge import check_packages
 
     check_packages()
-    texts = prompts.texts()
+    texts = prompts.entries()
     if texts:
         refuse_beside("--prompt", given(dataset=dataset, category=category, limit=limit))
     if not draft:

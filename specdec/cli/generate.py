@@ -57,16 +57,19 @@ def generate(
     options = {**generation.settings(), **given(shard=shard)}
     made = make_run(base, options, run.strategies, [p.text for p in chosen], translate)
     made = replace(made, pair=Shard.parse(made.generation.get("shard")).place(made.pair))
-    _generate(made, chosen or named_prompts(made.prompts), chat, out, as_json)
+    _generate(made, chosen or named_prompts(made.prompts), (chat, prompts.longest), out, as_json)
 
 
-def _generate(run: RunConfig, prompts: Sequence[Prompt], chat: bool | None, out: Path | None, as_json: bool) -> None:
+def _generate(
+    run: RunConfig, prompts: Sequence[Prompt], form: tuple[bool | None, int | None], out: Path | None, as_json: bool
+) -> None:
+    """form: --chat and --longest."""
     from specdec.research.demo import load_decoder
 
     with output.progress("loading") as advance:
         decoder = load_decoder(run)
         advance("generating")
-        made = decoder.generate(as_prompts(prompts, decoder.tokenizer, chat), **run.generation)
+        made = decoder.generate(as_prompts(prompts, decoder.tokenizer, *form), **run.generation)
     if not decoder.ranks.is_first:  # of the processes that share the target, one speaks
         return
     if out is not None:

@@ -13,7 +13,7 @@ from specdec.files.texts import parse_yaml, read_text
 
 if TYPE_CHECKING:
     from specdec.config import RunConfig
-    from specdec.research.prompts.datasets import Prompt
+    from specdec.research.prompts.datasets import Given, Prompt
 
 
 def given(**options: Any) -> dict[str, Any]:
@@ -100,11 +100,13 @@ def named_prompts(texts: Sequence[str], files: Sequence[Path] = ()) -> list[Prom
     return found + sets
 
 
-def as_prompts(prompts: Sequence[Prompt], tokenizer: Any, chat: bool | None) -> list[Any]:
-    """Prompts as `generate` takes them; chat: through the chat template or not, None = chats are and texts are not."""
-    from specdec.research.prompts.datasets import as_given
+def as_prompts(prompts: Sequence[Prompt], tokenizer: Any, chat: bool | None, longest: int | None = None) -> list[Given]:
+    """Prompts as `generate` takes them; chat: through the chat template or not, None = chats are and texts are not;
+    longest: tokens to which they are cut."""
+    from specdec.research.prompts.datasets import Given, as_given
 
-    return [p.given(tokenizer) if chat is None else as_given(p, tokenizer, chat) for p in prompts]
+    ways = [("auto" if p.messages else False) if chat is None else chat for p in prompts]
+    return [Given(p.id, as_given(p, tokenizer, way, longest)) for p, way in zip(prompts, ways, strict=True)]
 
 
 def read_prompts(prompts: Sequence[str], files: Sequence[Path]) -> list[str]:

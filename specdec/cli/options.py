@@ -110,6 +110,10 @@ class Prompts(Group):
             raise SpecdecError(f"--prompt-file: {chat.id} is a chat, and this verb takes texts: use specdec generate")
         return [p.text for p in found]
 
+    def entries(self) -> list[Any]:
+        """The same as an ablation has them: texts, and records of the prompts of sets."""
+        return [p.record() if p.category else p.text for p in self.read()]
+
 
 @dataclass(frozen=True)
 class SetPrompts(Prompts):
@@ -118,6 +122,7 @@ class SetPrompts(Prompts):
     dataset: Annotated[str | None, Option(help=SETS)] = None
     category: Annotated[Texts, Option(help="Only this category of the set; repeat for more.")] = None
     limit: Annotated[int | None, Option(min=1, help="Most prompts of the set, spread over categories.")] = None
+    longest: Annotated[int | None, Option(min=1, help="Cut prompts to this many tokens.")] = None
 
     def read(self) -> list[Prompt]:
         """The prompts, those of the set last. Raises SpecdecError for what cannot be read."""

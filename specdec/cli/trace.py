@@ -52,7 +52,7 @@ def record_run(
     chosen = prompts.read()
     base = base_run(run.config, models.given())
     made = make_run(base, generation.settings(), run.strategies, [p.text for p in chosen])
-    trace = _record(made, chosen or named_prompts(made.prompts), chat, top)
+    trace = _record(made, chosen or named_prompts(made.prompts), (chat, prompts.longest), top)
     trace.save(out)
     _write_page(trace, html)
     facts = {"file": str(out), "rows": len(trace.rows), "rounds": len(trace.rounds)}
@@ -65,7 +65,10 @@ def record_run(
         raise typer.Exit(output.INTERRUPTED)
 
 
-def _record(run: RunConfig, prompts: Sequence[Prompt], chat: bool | None, top: int) -> Trace:
+def _record(
+    run: RunConfig, prompts: Sequence[Prompt], form: tuple[bool | None, int | None], top: int
+) -> Trace:  # fmt: skip
+    """form: --chat and --longest."""
     from specdec.decoding.prompts import chat_rows
     from specdec.research.demo import load_decoder
     from specdec.research.traces.monitor import Monitor
@@ -73,9 +76,9 @@ def _record(run: RunConfig, prompts: Sequence[Prompt], chat: bool | None, top: i
 
     with output.progress("loading") as advance:
         decoder = load_decoder(run)
-        given = as_prompts(prompts, decoder.tokenizer, chat)
+        given = as_prompts(prompts, decoder.tokenizer, *form)
         advance("recording")
-        monitor = Monitor(decoder, chat=all(chat_rows(given)), warn=output.warn)
+        monitor = Monitor(decoder, chat=all(chat_rows([p.content for p in given])), warn=output.warn)
         ids, categories = [p.id for p in prompts], [p.category for p in prompts]
         return record(decoder, given, top=top, ids=ids, categories=categories, watch=monitor, **run.generation)
 

@@ -22,7 +22,9 @@ from specdec.files.texts import first_line, is_unicode
 
 
 class SetPrompt:
-    """A prompt of a set, which knows more about itself than its text."""
+    """A prompt of a set, which knows more about itself than its text. id: names it in messages."""
+
+    id: str
 
     def given(self, tokenizer: Any) -> Any:
         """The prompt in one of the other forms."""
@@ -48,6 +50,14 @@ def plain_prompts(prompts: Any, tokenizer: Any) -> Any:
     return prompts
 
 
+def prompt_names(prompts: Any) -> list[str] | None:
+    """What messages call prompts, by their ids where they are a set's; None = by their numbers."""
+    rows = [prompts] if isinstance(prompts, SetPrompt) else prompts
+    if not isinstance(rows, (list, tuple)) or not any(isinstance(p, SetPrompt) for p in rows):
+        return None
+    return [p.id if isinstance(p, SetPrompt) else f"prompt {i}" for i, p in enumerate(rows)]
+
+
 def check_padding(rows: list[list[int]], tokenizer: Any) -> None:
     """Raise SpecdecError if rows of a tensor were filled up: the model would read the padding as part of the prompt."""
     pad = getattr(tokenizer, "pad_token_id", None)
@@ -59,8 +69,10 @@ def check_padding(rows: list[list[int]], tokenizer: Any) -> None:
             raise SpecdecError(f"prompt {i} is padded (token id {pad}): {HINTS['attention_mask']}")
 
 
-def encode_prompts(prompts: Any, tokenizer: Any, vocab_size: int, context: int) -> list[list[int]]:
-    """Encode prompts as rows of ids.
+def encode_prompts(
+    prompts: Any, tokenizer: Any, vocab_size: int, context: int, names: Sequence[str] | None = None
+) -> list[list[int]]:
+    """Encode prompts as rows of ids. names: what messages call them, as `prompt_names` says.
 
     Raises SpecdecError for an empty row, an id outside the vocabulary, a row longer than the context, text without a
     tokenizer, and any other form.
@@ -70,9 +82,10 @@ def encode_prompts(prompts: Any, tokenizer: Any, vocab_size: int, context: int) 
     if not isinstance(prompts, (str, list, tuple)):
         raise SpecdecError(f"prompts must be text, token ids, a chat, or a list of these, got {type(prompts).__name__}")
     rows = [prompts] if _is_one(prompts) else list(prompts)
-    encoded = [_encode(row, i, tokenizer) for i, row in enumerate(rows)]
-    for i, ids in enumerate(encoded):
-        _check(ids, i, vocab_size, context)
+    names = names or [f"prompt {i}" for i in range(len(rows))]
+    encoded = [_encode(row, name, tokenizer) for row, name in zip(rows, names, strict=True)]
+    for name, ids in zip(names, encoded, strict=True):
+        _check(ids, name, vocab_size, context)
     return encoded
 
 
@@ -86,25 +99,25 @@ def _is_id(value: Any) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
-def _encode(row: Any, index: int, tokenizer: Any) -> list[int]:
+def _encode(row: Any, name: str, tokenizer: Any) -> list[int]:
     if isinstance(row, (torch.Tensor, np.ndarray)):
         row = row.tolist()
     if isinstance(row, str):
         if not row:
-            raise SpecdecError(f"prompt {index} is empty")
+            raise SpecdecError(f"{name} is empty")
         if not is_unicode(row):
-            raise SpecdecError(f"prompt {index} is no Unicode text: it holds half of a surrogate pair")
-        return [int(t) for t in _tokenizer(tokenizer, index)(row)["input_ids"]]
+            raise SpecdecError(f"{name} is no Unicode text: it holds half of a surrogate pair")
+        return [int(t) for t in _tokenizer(tokenizer, name)(row)["input_ids"]]
     if not isinstance(row, Sequence):
-        raise SpecdecError(f"prompt {index}: expected text, token ids or a chat, got {type(row).__name__}")
+        raise SpecdecError(f"{name}: expected text, token ids or a chat, got {type(row).__name__}")
     if row and isinstance(row[0], Mapping):
-        chat = _tokenizer(tokenizer, index)
+        chat = _tokenizer(tokenizer, name)
         if not getattr(chat, "chat_template", None):
-            raise SpecdecError(f"prompt {index} is a chat, but the tokenizer has no chat template")
-        return _through_template(list(row), index, chat)
+            raise SpecdecError(f"{name} is a chat, but the tokenizer has no chat template")
+        return _through_template(list(row), name, chat)
     wrong = [t for t in row if not _is_id(t)]
     if wrong:
-        raise SpecdecError(f"prompt {index}: {wrong[0]!r} is not a token id")
+        raise SpecdecError(f"{name}: {wrong[0]!r} is not a token id")
     return [int(t) for t in row]
 
 
@@ -128,10 +141,10 @@ def join_parts(content: Any, where: str) -> Any:
     return "".join(texts)
 
 
-def _through_template(messages: list[Any], index: int, tokenizer: Any) -> list[int]:
+def _through_template(messages: list[Any], name: str, tokenizer: Any) -> list[int]:
     """Encode a chat. Templates raise errors of their own for unknown roles or another order of roles."""
     messages = [
-        {**m, "content": join_parts(m["content"], f"prompt {index}, message {i}")}
+        {**m, "content": join_parts(m["content"], f"{name}, message {i}")}
         if isinstance(m, Mapping) and "content" in m
         else m
         for i, m in enumerate(messages)
@@ -139,7 +152,7 @@ def _through_template(messages: list[Any], index: int, tokenizer: Any) -> list[i
     try:
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
     except Exception as error:
-        raise SpecdecError(f"prompt {index}: the chat template refuses the chat: {first_line(error)}") from error
+        raise SpecdecError(f"{name}: the chat template refuses the chat: {first_line(error)}") from error
     return [int(t) for t in ids["input_ids"]]
 
 
@@ -151,20 +164,22 @@ def chat_rows(prompts: Any) -> list[bool]:
     return [not isinstance(row, str) and len(row) > 0 and isinstance(row[0], Mapping) for row in rows]
 
 
-def _tokenizer(tokenizer: Any, index: int) -> Any:
+def _tokenizer(tokenizer: Any, name: str) -> Any:
     if tokenizer is None:
-        raise SpecdecError(f"prompt {index} is text, but the decoder has no tokenizer: pass token ids or tokenizer=...")
+        raise SpecdecError(f"{name} is text, but the decoder has no tokenizer: pass token ids or tokenizer=...")
     return tokenizer
 
 
-def _check(ids: list[int], index: int, vocab_size: int, context: int) -> None:
+def _check(ids: list[int], name: str, vocab_size: int, context: int) -> None:
     if not ids:
-        raise SpecdecError(f"prompt {index} is empty")
+        raise SpecdecError(f"{name} is empty")
     for token in (min(ids), max(ids)):
         if not 0 <= token < vocab_size:
-            raise SpecdecError(f"prompt {index}: token id {token} is outside the target's vocabulary of {vocab_size}")
+            raise SpecdecError(f"{name}: token id {token} is outside the target's vocabulary of {vocab_size}")
     if len(ids) > context:
-        raise SpecdecError(f"prompt {index} has {len(ids)} tokens, more than the target's context of {context}")
+        raise SpecdecError(
+            f"{name} has {len(ids)} tokens, more than the target's context of {context}: cut it (`longest`, --longest)"
+        )
 
 
 class TextStream:

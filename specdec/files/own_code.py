@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from specdec.errors import SpecdecError, nearest, unknown_name
-from specdec.files.texts import parse_yaml
+from specdec.files.texts import is_file, parse_yaml
 
 _FOLDERS: list[Path] = []  # searched for modules, the newest first
 
@@ -26,6 +26,12 @@ def search_folder(folder: str | Path) -> None:
     """Look for modules in this folder first."""
     path = Path(folder).resolve()
     _FOLDERS[:] = [path, *(known for known in _FOLDERS if known != path)]
+
+
+def beside_config(path: Path) -> Path:
+    """The file as it is named, or, where there is none, the one of that name beside a config that was read."""
+    places = [path, *(folder / path for folder in _FOLDERS)]
+    return next((place for place in places if is_file(place)), path)
 
 
 def parse_name(text: str, known: Collection[str], kind: str) -> tuple[str, dict[str, Any]]:

@@ -15,6 +15,7 @@ from specdec.cli.options import Prompts, SetPrompts
 from specdec.drafters import NgramMod
 from specdec.errors import SettingWarning, SpecdecError
 from specdec.research.prompts.datasets import load_prompts
+from specdec.research.traces.trace import Trace
 from tests.cli.test_cli import PAIR, refused, run, run_json
 from tests.helpers.grid import save_model
 
@@ -94,6 +95,19 @@ def test_out_holds_a_record_a_prompt(lines: Path, tmp_path: Path) -> None:
         assert record["weights"] == expected.provenance["weights"]
         assert record["settings"]["max_new_tokens"] == 4
     assert result["provenance"]["models"]["draft"]["name"] == "demo-draft"
+
+
+def test_a_prompt_that_is_too_long_is_named_by_its_id_and_longest_cuts_it(tmp_path: Path) -> None:
+    file = tmp_path / "long.jsonl"
+    file.write_text(json.dumps({"prompt": "a = 1\n" * 2000, "id": "much"}) + "\n")
+    message = refused("generate", *SHORT, "--prompt-file", str(file))
+    assert "long/much has" in message
+    assert "--longest" in message
+    with pytest.raises(SpecdecError, match=r"^long/much has \d+ tokens, more than the target's context"):
+        SpeculativeDecoder.from_pretrained("demo-target").generate(load_prompts(file))
+    for verb in (("generate",), ("trace", "record", "--out", str(tmp_path / "t"))):
+        run_json(*verb, *SHORT, "--prompt-file", str(file), "--longest", "12")
+    assert 12 <= len(Trace.load(tmp_path / "t").rows[0].prompt) <= 13  # and a token that begins the text
 
 
 def test_of_several_texts_of_a_prompt_each_is_a_record(lines: Path, tmp_path: Path) -> None:

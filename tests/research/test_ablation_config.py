@@ -13,11 +13,14 @@ from typer.testing import CliRunner
 
 from specdec import SpeculativeDecoder
 from specdec.cli import app
+from specdec.cli.options import Prompts
 from specdec.config import dump_yaml
 from specdec.errors import SpecdecError
 from specdec.files.texts import write_atomically
 from specdec.research.ablation import AblationConfig, load_ablation, run_ablation
+from specdec.research.ablation.compare import compare_config
 from specdec.research.ablation.store import read_manifest
+from specdec.research.prompts.datasets import own_prompts
 
 
 def cells(**values: Any) -> list[dict[str, Any]]:
@@ -230,3 +233,41 @@ def test_a_file_or_device_that_is_not_there_is_refused_before_any_model_is_loade
     # The folder is not taken by a run that never began.
     with pytest.raises(SpecdecError, match=r"pairs\.other: .*(no/such|cuda:99)"):
         run_ablation(AblationConfig(pairs={"other": {**right, **change}}, prompts=("b",)), tmp_path)
+
+
+def test_a_set_is_found_beside_the_config_that_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "mine-of-config.jsonl").write_text('{"prompt": "a", "id": "x"}\n')
+    (tmp_path / "a.yaml").write_text(
+        json.dumps({"pairs": {"p": {"target": "t"}}, "data": {"dataset": "mine-of-config.jsonl"}})
+    )
+    monkeypatch.chdir(tmp_path / "there")
+    config = load_ablation(tmp_path / "a.yaml")
+    assert [p.id for p in config.data.load(None)] == ["mine-of-config/x"]
+    (tmp_path / "there" / "mine-of-config.jsonl").write_text('{"prompt": "b", "id": "here"}\n')
+    assert [p.id for p in config.data.load(None)] == ["mine-of-config/here"], "the current folder comes first"
+
+
+def test_prompts_may_be_records_with_ids_and_categories(tmp_path: Path) -> None:
+    chat = {"messages": [{"role": "user", "content": "hi"}], "category": "chat", "id": "c"}
+    made = AblationConfig(
+        {"p": {"target": "t"}}, prompts=("a", {"prompt": "b", "id": "mine/b", "category": "code"}, chat)
+    )
+    found = made.data.load(made.prompts)
+    assert [(p.id, p.category, p.text) for p in found] == [
+        ("prompt/0", "prompts", "a"), ("mine/b", "code", "b"), ("c", "chat", "hi"),
+    ]  # fmt: skip
+    assert [own_prompts([p.record()]) for p in found] == [[p] for p in found]
+    for wrong, words in (({"text": "a"}, r"prompts\[0\]: expected an object"), ({"prompt": ""}, "not empty")):
+        with pytest.raises(SpecdecError, match=words):
+            AblationConfig({"p": {"target": "t"}}, prompts=(wrong,))
+    with pytest.raises(SpecdecError, match="occurs twice"):
+        AblationConfig({"p": {"target": "t"}}, prompts=(chat, chat))
+
+
+def test_compare_keeps_the_ids_and_categories_of_a_prompt_file(tmp_path: Path) -> None:
+    (tmp_path / "mine.jsonl").write_text('{"prompt": "a", "id": "x", "category": "code"}\n{"prompt": "b"}\n')
+    given = Prompts(prompt=["typed"], prompt_file=[tmp_path / "mine.jsonl"]).entries()
+    config = compare_config("t", ["d"], prompts=given)
+    found = [(p.id, p.category) for p in config.data.load(config.prompts)]
+    assert found == [("prompt/0", "prompts"), ("mine/x", "code"), ("mine/1", "mine")]

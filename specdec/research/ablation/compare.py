@@ -46,7 +46,7 @@ def compare_config(
     drafts: Sequence[str],
     strategies: Sequence[str] = (),
     k: int = 5,
-    prompts: Sequence[str] = (),
+    prompts: Sequence[Any] = (),
     data: Mapping[str, Any] | None = None,
     loading: Mapping[str, Any] | None = None,
     **generation: Any,

@@ -31,7 +31,8 @@ from specdec.errors import SpecdecError
 from specdec.files.texts import is_unicode
 from specdec.research.ablation.axes import GENERATION, LOADING, SHORTHANDS, check_shadows, check_twice, hits, parameters
 from specdec.research.demo import comparable
-from specdec.research.prompts.choice import DataConfig, as_written, is_texts
+from specdec.research.prompts.choice import DataConfig, as_written
+from specdec.research.prompts.datasets import own_prompts
 
 DATASET = "spec-bench"
 PLAIN = "plain"  # the name of the reference chain, which drafts nothing
@@ -97,7 +98,7 @@ class AblationConfig:
 
     pairs: name -> PairConfig or its mapping.
     strategies: name -> list of strategies, names or mappings.
-    data, prompts: a set, or texts of one's own.
+    data, prompts: a set, or texts of one's own; records with `prompt`, `id` and `category` in the place of texts.
     generation: options of every cell.
     axes, cells: name -> values that are crossed; mappings of single values.
     plain: whether plain decoding runs too, which the equality gate and every speed-up need.
@@ -110,7 +111,7 @@ class AblationConfig:
     pairs: Mapping[str, Any]
     strategies: Mapping[str, Any] = field(default_factory=dict)
     data: Any = field(default_factory=DataConfig)
-    prompts: tuple[str, ...] | None = None
+    prompts: tuple[Any, ...] | None = None
     generation: Mapping[str, Any] = field(default_factory=dict)
     axes: Mapping[str, Any] = field(default_factory=dict)
     cells: tuple[Mapping[str, Any], ...] = ()
@@ -146,13 +147,7 @@ class AblationConfig:
                 raise SpecdecError(f"ablation: {name} must be true or false, got {getattr(self, name)!r}")
         if not self.strategies and not self.plain:
             raise SpecdecError("ablation: nothing to run: strategies is empty and plain is false")
-        if self.prompts is not None and not is_texts(self.prompts):
-            raise SpecdecError(
-                f"ablation: prompts must be texts, at least one and none empty, got {as_written(self.prompts)!r}"
-            )
-        for index, text in enumerate(self.prompts or ()):
-            if not is_unicode(text):
-                raise SpecdecError(f"ablation: prompts[{index}] is no Unicode text: it holds half of a surrogate pair")
+        self._check_prompts()
         if self.prompts is None and self.data.dataset is None:
             object.__setattr__(self, "data", replace(self.data, dataset=DATASET))
         check_whole("ablation: warm_up_tokens", self.warm_up_tokens, 0)
@@ -162,6 +157,19 @@ class AblationConfig:
         for cell in self.cells:
             if not isinstance(cell, Mapping) or "strategies" not in cell:
                 raise SpecdecError(f"cells: expected mappings with `strategies`, got {cell!r}")
+
+    def _check_prompts(self) -> None:
+        if self.prompts is None:
+            return
+        if not self.prompts or not all(isinstance(p, Mapping) or (isinstance(p, str) and p) for p in self.prompts):
+            shown = as_written(self.prompts)
+            raise SpecdecError(
+                f"ablation: prompts must be texts or records, at least one and none empty, got {shown!r}"
+            )
+        with _naming("ablation"):
+            for index, prompt in enumerate(own_prompts(self.prompts)):
+                if not is_unicode(prompt.text):
+                    raise SpecdecError(f"prompts[{index}] is no Unicode text: it holds half of a surrogate pair")
 
     def _check_values(self) -> None:
         """Check each value by itself."""

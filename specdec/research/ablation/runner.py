@@ -260,9 +260,9 @@ def encode(prompt: Prompt, decoder: SpeculativeDecoder, config: AblationConfig) 
     tokenizer, data = decoder.tokenizer, config.data
     try:
         wanted = as_given(prompt, tokenizer, data.chat, data.longest)
-        return encode_prompts(wanted, tokenizer, decoder.target.vocab_size, decoder.target.context)[0]
+        return encode_prompts(wanted, tokenizer, decoder.target.vocab_size, decoder.target.context, [prompt.id])[0]
     except SpecdecError as error:
-        return SpecdecError(str(error).replace("prompt 0", prompt.id))
+        return error
 
 
 def row_seed(seed: int, prompt: str) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 from specdec.config import check_whole
 from specdec.errors import SpecdecError
-from specdec.research.prompts.datasets import TURNS, Prompt, load_prompts
+from specdec.research.prompts.datasets import TURNS, Prompt, load_prompts, own_prompts
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,10 @@ class DataConfig:
         names = ("dataset", "categories", "limit", "seed", "turns")
         return [name for name in names if getattr(self, name) != getattr(DataConfig, name)]
 
-    def load(self, texts: Iterable[str] | None) -> list[Prompt]:
-        """The prompts of one's own, and those of the set. Raises SpecdecError for a set that cannot be read."""
-        own = [Prompt(f"prompt/{i}", "prompts", text, (text,)) for i, text in enumerate(texts or ())]
+    def load(self, entries: Iterable[Any] | None) -> list[Prompt]:
+        """The prompts of one's own (`own_prompts`), and those of the set. Raises SpecdecError for a set that cannot be
+        read."""
+        own = own_prompts(entries or ())
         if self.dataset is None:
             return own
         categories = list(self.categories) if isinstance(self.categories, tuple) else self.categories

@@ -27,8 +27,9 @@ from typing import Any
 
 from specdec.decoding.prompts import SetPrompt, encode_prompts
 from specdec.errors import SpecdecError
+from specdec.files.own_code import beside_config
 from specdec.files.texts import expanded, is_file
-from specdec.research.prompts.sources import HUB, Entry, Messages, Source, read
+from specdec.research.prompts.sources import HUB, Entry, Messages, Source, read, records
 
 DATA = Path(__file__).parents[1] / "data"
 DATASETS = {
@@ -66,6 +67,11 @@ class Prompt(SetPrompt):
         messages = (*(m for turn, answer in said for m in (("user", turn), ("assistant", answer))), ("user", self.text))
         return replace(self, messages=messages, text="\n\n".join(content for _, content in messages))
 
+    def record(self) -> dict[str, Any]:
+        """What `own_prompts` makes this prompt of."""
+        content = {"messages": self.chat()} if self.messages else {"prompt": self.text}
+        return {"id": self.id, "category": self.category, **content}
+
     def given(self, tokenizer: Any) -> Any:
         """What `generate` makes of it: a chat goes through the template if there is one, a text goes through none.
         `as_given` chooses."""
@@ -79,6 +85,18 @@ class Prompt(SetPrompt):
             own = {} if content is None else {"content": content}
             found.append({"role": role, **own, **(json.loads(more[0]) if more and more[0] is not None else {})})
         return found
+
+
+@dataclass(frozen=True)
+class Given(SetPrompt):
+    """A prompt of a set in the form that was chosen for it."""
+
+    id: str
+    content: Any
+
+    def given(self, tokenizer: Any) -> Any:
+        """The chosen form."""
+        return self.content
 
 
 def load_prompts(
@@ -125,6 +143,19 @@ def by_turn(prompts: Iterable[Prompt]) -> list[Prompt]:
     return found
 
 
+def own_prompts(entries: Iterable[Any]) -> list[Prompt]:
+    """Prompts of a list: texts, and records as a JSON-lines file has them, with ids and categories of their own.
+
+    Raises SpecdecError for a record that is no prompt and for an id that occurs twice.
+    """
+    found = []
+    for i, entry in enumerate(entries):
+        where = f"prompts[{i}]"
+        made = [Entry(where, i, (entry,))] if isinstance(entry, str) else records([(where, i, entry)])
+        found += [replace(e, id=e.id or f"prompt/{i}", category=e.category or "prompts") for e in made]
+    return list(_prompts("", found, "first"))
+
+
 def with_template(tokenizer: Any, chat: Any) -> bool:
     """Whether prompts go through the tokenizer's chat template; chat: true, false, or "auto" = where there is one."""
     return chat is True or (chat == "auto" and bool(getattr(tokenizer, "chat_template", None)))
@@ -153,7 +184,9 @@ def _find(name_or_path: str | Path) -> tuple[str, Iterator[Entry]]:
     if named in DATASETS:
         return named, read(Source(str(DATASETS[named]), {}))[1]
     source = Source.parse(named)
-    if not source.place.startswith(HUB) and not is_file(expanded(source.place)):
+    if not source.place.startswith(HUB):
+        source = replace(source, place=str(beside_config(expanded(source.place))))
+    if not source.place.startswith(HUB) and not is_file(source.place):
         raise SpecdecError(f"{named}: neither a prompt set ({', '.join(DATASETS)}), nor a file, nor hf:owner/name")
     return read(source)
 
@@ -161,7 +194,7 @@ def _find(name_or_path: str | Path) -> tuple[str, Iterator[Entry]]:
 def _prompts(name: str, entries: Iterable[Entry], turns: str) -> Iterator[Prompt]:
     seen: set[str] = set()
     for entry in entries:
-        identity = f"{name}/{entry.number if entry.id is None else entry.id}"
+        identity = f"{name}/{entry.number if entry.id is None else entry.id}" if name else str(entry.id)
         if identity in seen:
             raise SpecdecError(f"{entry.where}: the id {identity!r} occurs twice")
         seen.add(identity)

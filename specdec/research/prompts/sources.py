@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,12 +82,12 @@ def read(source: Source) -> tuple[str, Iterator[Entry]]:
     """
     if source.place.startswith(HUB):
         source.check(("config", "split", "field", "revision"))
-        return source.place.removeprefix(HUB), _records(_hub(source), source.options.get("field"))
+        return source.place.removeprefix(HUB), records(_hub(source), source.options.get("field"))
     path = expanded(source.place)
     if path.suffix.lower() in (*LINES, ARRAY):
         source.check(("field",))
         numbered = _array(path) if path.suffix.lower() == ARRAY else _lines(path)
-        return path.stem, _records(numbered, source.options.get("field"))
+        return path.stem, records(numbered, source.options.get("field"))
     source.check(("by",))
     part = source.options.get("by", PARTS[0])
     if part not in PARTS:
@@ -143,7 +143,8 @@ def _parts(path: Path, part: str) -> Iterator[Entry]:
         yield Entry(f"{path}, {part} {number + 1}", number, (piece,))
 
 
-def _records(numbered: Iterator[tuple[str, int, Any]], field: str | None) -> Iterator[Entry]:
+def records(numbered: Iterable[tuple[str, int, Any]], field: str | None = None) -> Iterator[Entry]:
+    """The prompts of records. numbered: where each is from, its number and itself; field: what holds the prompt."""
     wanted = FIELDS if field is None else (field,)
     for where, number, record in numbered:
         record = _completed(record) if field is None else record
