@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -140,10 +140,13 @@ class SpeculativeDecoder:
     # -- public calls --------------------------------------------------------------------------------------------
 
     def generate(
-        self, prompts: Any = UNSET, max_new_tokens: int = 128, strategies: Any = UNSET, **options: Any
-    ) -> Generation:
+        self, prompts: Any = UNSET, max_new_tokens: int = 128, strategies: Any = UNSET, *,
+        progress: Callable[[float], Any] | None = None, **options: Any,
+    ) -> Generation:  # fmt: skip
         """Generate for one prompt or many. Options: `specdec.GenerationSettings`, field by field, and every processor
         field of transformers' GenerationConfig by its own name.
+
+        progress: called after every pass with the share of the call that is done, from 0 to 1
 
         A KeyboardInterrupt ends the call early: finished tokens are returned, unfinished rows with reason
         `interrupted`. Raises SpecdecError for bad input before any work, and if every row fails.
@@ -153,7 +156,8 @@ class SpeculativeDecoder:
             with call:
                 try:
                     for _ in call.engine.run():
-                        pass
+                        if progress is not None:
+                            progress(call.done)
                 except KeyboardInterrupt:
                     call.interrupt()
             return call.result()

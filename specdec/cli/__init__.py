@@ -3,13 +3,16 @@ train | export | export-head`.
 
 Every verb prints tables for people, or with `--json` one JSON document on standard output and nothing else there;
 progress and errors go to standard error. Exit status: 0, 1 = a check failed, 2 = bad input (one line says what),
-130 = interrupted.
+130 = interrupted, 143 = ended by SIGTERM; both say what is kept.
 """
 
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Annotated, Any
 
 import typer
@@ -19,7 +22,7 @@ from specdec.errors import SpecdecError, unknown_name
 from specdec.files.own_code import search_folder
 from specdec.version import __version__
 
-BAD_INPUT, INTERRUPTED = 2, 130
+BAD_INPUT, INTERRUPTED, TERMINATED = 2, 130, 143
 HELP = {"help_option_names": ["-h", "--help"]}
 
 
@@ -61,6 +64,13 @@ class Verbs(TyperGroup):
             ctx.with_resource(importlib.import_module("specdec.cli.output").quiet())
         return name, command, rest
 
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            print(f"interrupted: {error}" if str(error) else "interrupted", file=sys.stderr)
+            raise
+
     def main(self, args: Any = None, *arguments: Any, **options: Any) -> Any:
         for stream in (sys.stdout, sys.stderr):  # texts and names that the terminal's encoding lacks
             if hasattr(stream, "reconfigure"):
@@ -68,8 +78,10 @@ class Verbs(TyperGroup):
         if any("\0" in str(argument) for argument in args or ()):
             sys.exit(_fail("an argument holds a NUL character: no name and no text can"))
         search_folder(".")  # for `my_module:MyDrafter`
+        terminated: list[int] = []
         try:
-            status = super().main(args, *arguments, **{**options, "standalone_mode": False})
+            with terminating(terminated):
+                status = super().main(args, *arguments, **{**options, "standalone_mode": False})
         except SpecdecError as error:
             status = _fail(str(error))
         except KeyboardInterrupt:
@@ -82,7 +94,31 @@ class Verbs(TyperGroup):
                 status = INTERRUPTED
             else:
                 raise
+        if terminated and status == INTERRUPTED:
+            status = TERMINATED
         sys.exit(status if isinstance(status, int) else 0)
+
+
+@contextmanager
+def terminating(came: list[int]) -> Iterator[None]:
+    """Let SIGTERM, which schedulers send, interrupt like Ctrl-C, so that what is there is kept. The signal is noted in
+    `came`; further ones are ignored, since they would interrupt the keeping. Only the main thread can do this, and a
+    process that was started with SIGTERM ignored goes on ignoring it."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        if not came:
+            came.append(number)
+            raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGTERM)
+    if before is not signal.SIG_IGN:
+        with suppress(ValueError):  # not the main thread
+            signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        with suppress(ValueError, TypeError):  # nor one that Python did not set
+            signal.signal(signal.SIGTERM, before)
 
 
 def load_verb(name: str) -> Any:

@@ -154,10 +154,10 @@ def bench_config(
 
 
 def _file(file: Path, subject: Subject, options: OfFile, save: Save) -> Done:
-    from specdec.research.bench.run import faults, missed, run_bench
+    from specdec.research.bench.run import faults, missed, run_bench, steps_of
 
     settings = bench_config(file, subject.given(), options.contender or (), options.minutes)
-    with output.progress("benchmark") as advance:
+    with output.progress("benchmark", steps_of(settings)) as advance:
         result = run_bench(settings, file.stem, advance, save)
     wrong = faults(result)
     for line in wrong:

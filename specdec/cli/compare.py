@@ -52,6 +52,9 @@ def compare(
     from specdec.research.ablation.compare import compare as run_compare
     from specdec.research.ablation.compare import compare_config
     from specdec.research.ablation.merge import check_packages
+    from specdec.research.ablation.shard import Shard
+    from specdec.research.ablation.store import Plan
+    from specdec.research.ablation.work import work_left
 
     check_packages()
     texts = prompts.entries()
@@ -68,7 +71,9 @@ def compare(
     with ExitStack() as stack:
         folder = out or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="specdec-compare-")))
         kept = f"rows are kept in {out}; the same command goes on" if out else "rows are kept only with --out DIR"
-        with output.on_interrupt(lambda: kept), output.progress("comparing") as advance:
+        work = work_left(Plan.make(config), folder, Shard())
+        steps = work.calls_left + work.loads
+        with output.on_interrupt(lambda: kept), output.progress("comparing", steps) as advance:
             result = run_compare(config, folder, advance, baseline, drop_loops)
     if as_json:
         output.print_json(result)

@@ -66,10 +66,11 @@ def _generate(
     """form: --chat and --longest."""
     from specdec.research.demo import load_decoder
 
-    with output.progress("loading") as advance:
+    with output.progress("loading"):
         decoder = load_decoder(run)
-        advance("generating")
-        made = decoder.generate(as_prompts(prompts, decoder.tokenizer, *form), **run.generation)
+    with output.share_done("generating") as progress:
+        asked = as_prompts(prompts, decoder.tokenizer, *form)
+        made = decoder.generate(asked, progress=progress, **run.generation)
     if not decoder.ranks.is_first:  # of the processes that share the target, one speaks
         return
     if out is not None:
@@ -79,8 +80,9 @@ def _generate(
         output.print_json({"prompts": [_named(p) for p in prompts], **made.to_dict()})
     else:
         _print(output.stdout(), decoder.tokenizer, made, out)
-    if "interrupted" in made.finish_reasons:
-        raise typer.Exit(output.INTERRUPTED)
+    if cut := made.finish_reasons.count("interrupted"):
+        kept = "is printed" if out is None else f"is in {out}"
+        raise KeyboardInterrupt(f"{cut} of {len(made)} texts are cut; what was generated {kept}")
 
 
 def _named(prompt: Prompt) -> dict[str, Any]:

@@ -18,13 +18,14 @@ from rich.table import Table
 from rich.text import Text
 
 from specdec.errors import SettingWarning
+from specdec.files.texts import duration as duration
 from specdec.research.bench import tables
 from specdec.research.bench.tables import figure as number
 from specdec.research.colours import colour_of, on_any_ground
 from specdec.research.loops import loop_share
 from specdec.stats import PER_DRAFTED_ROUND, RATES
 
-INTERRUPTED = 130  # exit status
+PARTS = 100  # that a share is counted in
 LOG_EVERY = 30.0  # seconds between lines of progress off a terminal
 LONGEST_NAME = 24  # of a word in a table's first column that is always whole
 WIDTH = 160  # of tables where the output is not a terminal
@@ -79,14 +80,29 @@ def quiet() -> Iterator[None]:
 
 
 @contextmanager
-def progress(what: str, steps: int | None = None) -> Iterator[Any]:
+def share_done(what: str) -> Iterator[Callable[[float], None]]:
+    """Progress of something that knows which share of it is done, from 0 to 1: yields a function that is told."""
+    with progress(what, PARTS, " %") as advance:
+        told = 0
+
+        def tell(share: float) -> None:
+            nonlocal told
+            while told < int(PARTS * share):
+                told += 1
+                advance()
+
+        yield tell
+
+
+@contextmanager
+def progress(what: str, steps: int | None = None, unit: str = "") -> Iterator[Any]:
     """A line on standard error while something runs. Yields a function to call after each of `steps` steps."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        with LogLines(what, steps) as lines:
+        with LogLines(what, steps, unit) as lines:
             yield lines.advance
         return
-    bar = [BarColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f}")] if steps else []
+    bar = [BarColumn(), TextColumn(f"{{task.completed:.0f}}/{{task.total:.0f}}{unit}")] if steps else []
     left = [TextColumn("left"), TimeRemainingColumn()] if steps else []
     columns = [SpinnerColumn(), TextColumn("{task.description}"), *bar, TimeElapsedColumn(), *left]
     with Progress(*columns, console=console, transient=True) as shown:
@@ -101,8 +117,8 @@ def progress(what: str, steps: int | None = None) -> Iterator[Any]:
 class LogLines:
     """Progress where standard error is no terminal: a line every LOG_EVERY seconds, also during one long step."""
 
-    def __init__(self, what: str, steps: int | None) -> None:
-        self.what, self.steps, self.step, self.done = what, steps, "", 0
+    def __init__(self, what: str, steps: int | None, unit: str = "") -> None:
+        self.what, self.steps, self.unit, self.step, self.done = what, steps, unit, "", 0
         self.stream, self.started = sys.stderr, time.monotonic()
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self._run, daemon=True)
@@ -113,7 +129,8 @@ class LogLines:
 
     def line(self, seconds: float) -> str:
         """What is said after so many seconds."""
-        parts = [self.what if not self.steps else f"{self.what}: {min(self.done, self.steps)} of {self.steps}"]
+        counted = f": {min(self.done, self.steps)} of {self.steps}{self.unit}" if self.steps else ""
+        parts = [self.what + counted]
         parts += [self.step] * bool(self.step) + [f"{duration(seconds)} so far"]
         if self.steps and self.done > 1:
             parts.append(f"about {duration(seconds * max(0, self.steps - self.done) / self.done)} left")
@@ -132,20 +149,13 @@ class LogLines:
             print(self.line(time.monotonic() - self.started), file=self.stream, flush=True)
 
 
-def duration(seconds: float) -> str:
-    """Hours, minutes and seconds."""
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60} h {minutes % 60:02} min" if minutes >= 60 else f"{minutes}:{rest:02} min"
-
-
 @contextmanager
 def on_interrupt(message: Callable[[], str]) -> Iterator[None]:
-    """Say what is left where the user interrupts."""
+    """Say what is left where the user interrupts: the command line prints what the KeyboardInterrupt holds."""
     try:
         yield
     except KeyboardInterrupt:
-        print(f"interrupted: {message()}", file=sys.stderr)
-        raise
+        raise KeyboardInterrupt(message()) from None
 
 
 def table(*columns: str, title: str | None = None, whole_names: bool = False) -> Table:

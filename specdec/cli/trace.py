@@ -61,8 +61,7 @@ def record_run(
     else:
         output.stdout().print(output.facts(facts))
     if interrupted := sum(row.finish_reason == "interrupted" for row in trace.rows):
-        output.warn(f"interrupted: {interrupted} of {len(trace.rows)} rows are cut; what was recorded is in {out}")
-        raise typer.Exit(output.INTERRUPTED)
+        raise KeyboardInterrupt(f"{interrupted} of {len(trace.rows)} rows are cut; what was recorded is in {out}")
 
 
 def _record(
@@ -74,13 +73,14 @@ def _record(
     from specdec.research.traces.monitor import Monitor
     from specdec.research.traces.trace import record
 
-    with output.progress("loading") as advance:
+    with output.progress("loading"):
         decoder = load_decoder(run)
         given = as_prompts(prompts, decoder.tokenizer, *form)
-        advance("recording")
+    with output.share_done("recording") as progress:
         monitor = Monitor(decoder, chat=all(chat_rows([p.content for p in given])), warn=output.warn)
         ids, categories = [p.id for p in prompts], [p.category for p in prompts]
-        return record(decoder, given, top=top, ids=ids, categories=categories, watch=monitor, **run.generation)
+        named: dict[str, Any] = {"top": top, "ids": ids, "categories": categories}
+        return record(decoder, given, **named, watch=monitor, progress=progress, **run.generation)
 
 
 @app.command()

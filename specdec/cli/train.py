@@ -81,7 +81,7 @@ def _train(kind: str, file: Path, options: dict[str, Any], part: str | None, as_
     check_writable(config.folder, "the run's folder", folder=True)
     parsed = None if part is None else parse_part(part)
     kept = f"the last checkpoint is in {config.folder}; the same command goes on from there"
-    with output.on_interrupt(lambda: kept), output.progress("loading") as advance:
+    with output.on_interrupt(lambda: kept), output.progress("training") as advance:
         log = run_training(config, kind, advance, parsed)
     result = str(config.folder / RESULT[kind])
     if as_json:

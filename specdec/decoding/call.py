@@ -224,6 +224,13 @@ class Call:
         decoder._kept, decoder._kept_chain = KeptRows(engine.cache, texts), engine.chain
         decoder._kept_states = self.states
 
+    @property
+    def done(self) -> float:
+        """Share of the tokens that may still come at the beginning, from 0 to 1; a row that has ended counts whole."""
+        most = self.settings.max_new_tokens
+        whole = sum(most if row.finish_reason is not None else row.size - len(row.prompt) for row in self.rows)
+        return whole / max(1, most * len(self.rows))
+
     def interrupt(self) -> None:
         """Mark every unfinished row."""
         self.engine.abandon()

@@ -208,6 +208,12 @@ def failure(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line(error)}"
 
 
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60} h {minutes % 60:02} min" if minutes >= 60 else f"{minutes}:{rest:02} min"
+
+
 def is_unicode(text: str) -> bool:
     """Whether a text can be encoded: it holds no half of a surrogate pair."""
     return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)

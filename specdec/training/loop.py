@@ -21,7 +21,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from specdec.errors import SpecdecError
-from specdec.files.texts import parse_json, read_text, write_atomically
+from specdec.files.texts import duration, parse_json, read_text, write_atomically
 from specdec.training.checkpoint import read_checkpoint, write_checkpoint
 from specdec.training.config import TrainingConfig
 from specdec.training.features import Source, order
@@ -74,7 +74,8 @@ class Loop:
                 log.write({"step": step, "loss": loss.item(), "seconds": seconds})
             if (step % config.checkpoint_every == 0 or is_last) and self.accelerator.is_main_process:
                 write_checkpoint(folder, self._state(), self.mark, step)
-            advance(log.words(step))
+            left = (time.perf_counter() - started) / (step - done) * (config.steps - step)
+            advance(f"{log.words(step)}, about {duration(left)} left")
         return log.entries
 
     def _step(self, chosen: Iterator[list[int]]) -> Tensor:

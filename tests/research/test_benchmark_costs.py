@@ -10,7 +10,7 @@ import specdec
 from specdec.config import from_dict
 from specdec.errors import SpecdecError
 from specdec.research.bench.config import BenchConfig
-from specdec.research.bench.run import run_bench
+from specdec.research.bench.run import run_bench, steps_of
 
 MEASURED: dict[str, Any] = {
     "contenders": {
@@ -34,7 +34,9 @@ def test_lengths_are_chosen_from_the_table_that_the_result_keeps(monkeypatch: py
         return generate(self, *arguments, **options)
 
     monkeypatch.setattr(specdec.SpeculativeDecoder, "generate", watched)
-    result = run_bench(from_dict(BenchConfig, MEASURED, "bench.yaml"), "bench")
+    config, told = from_dict(BenchConfig, MEASURED, "bench.yaml"), list[str]()
+    result = run_bench(config, "bench", told.append)
+    assert len(told) == steps_of(config)
     assert result["costs"]["source"] == "measured"
     assert result["costs"]["widths"] == [1, 3]
     assert given[-1] == result["costs"]

@@ -59,6 +59,17 @@ def run_bench(
     return result
 
 
+def steps_of(config: BenchConfig) -> int:
+    """How often `run_bench` calls `progress` at most: no contender fails, and every repeat fits into the time."""
+    count = 2 + (config.costs is not None and bool(config.costs.contenders))
+    count += sum(len(part.contenders) for part in (config.passes, config.profile) if part is not None)
+    for scenario in config.scenarios.values():
+        calls = scenario.prompts // scenario.batch * scenario.repeats
+        names = config.taking_part(scenario)
+        count += len(names) * (1 + calls) + sum(config.contenders[name]["kind"] == Own.kind for name in names)
+    return count
+
+
 def _check(config: BenchConfig, contenders: Mapping[str, Contender]) -> None:
     reference = contenders[config.reference]
     if not isinstance(reference, Own) or not reference.plain:

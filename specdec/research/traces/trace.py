@@ -134,6 +134,7 @@ def record(
     ids: Sequence[str] | None = None,
     categories: Sequence[str] | None = None,
     watch: Callable[[Round], Any] | None = None,
+    progress: Callable[[float], Any] | None = None,
     **options: Any,
 ) -> Trace:
     """Run `decoder.generate(prompts, max_new_tokens, strategies, **options)` and keep its rounds.
@@ -142,6 +143,7 @@ def record(
         top: record the `top` most likely tokens per position.
         ids, categories: names of the prompts, for analysis by category; None = those of prompts of a set.
         watch: called with every round as it comes, for instance a `monitor.Monitor`.
+        progress: called after every pass with the share of the call that is done.
 
     Returns:
         The trace; `trace.result` is what `generate` returns. An interrupted call gives the trace so far.
@@ -159,6 +161,8 @@ def record(
                 if watch is not None:
                     for entry in found:
                         watch(entry)
+                if progress is not None:
+                    progress(call.done)
         except KeyboardInterrupt:
             call.interrupt()
     result: Generation = call.result()

@@ -101,7 +101,7 @@ class Own(Contender):
         return passes and same and (self.plain or rule.keeps_text(greedy))
 
     def run(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, ignore_eos: bool) -> Output:
-        options = {"strategies": self.strategies, "batch_size": len(prompts), "ignore_eos": ignore_eos}
+        options: dict[str, Any] = {"strategies": self.strategies, "batch_size": len(prompts), "ignore_eos": ignore_eos}
         out = self.decoder.generate([list(p) for p in prompts], max_new_tokens, **options, **self.generate_options)
         if "interrupted" in out.finish_reasons:
             raise KeyboardInterrupt
