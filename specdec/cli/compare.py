@@ -49,10 +49,10 @@ def compare(
     Without --max-new-tokens, 64 tokens a row. Exit status 1: a text differs from plain decoding's where it must not, or
     a row failed.
     """
+    from specdec.decoding.shard import Shard
     from specdec.research.ablation.compare import compare as run_compare
     from specdec.research.ablation.compare import compare_config
     from specdec.research.ablation.merge import check_packages
-    from specdec.research.ablation.shard import Shard
     from specdec.research.ablation.store import Plan
     from specdec.research.ablation.work import work_left
 

@@ -87,18 +87,8 @@ def test_ablate_and_compare_keep_their_rows(tmp_path: Path, pair: Any, stop: Any
     kept = int(done.stderr.split()[1])
     assert 0 < kept < 9
     stop(20)
-    command = (
-        "compare",
-        *pair,
-        "--prompt",
-        "one",
-        "--prompt",
-        "two",
-        "--prompt",
-        "three",
-        "--out",
-        str(tmp_path / "c"),
-    )
+    texts = ("--prompt", "one", "--prompt", "two", "--prompt", "three")
+    command = ("compare", *pair, *texts, "--out", str(tmp_path / "c"))
     done = run(*command)
     assert (done.exit_code, done.stderr.count("\n")) == (status, 1)
     assert f"rows are kept in {tmp_path / 'c'}; the same command goes on" in done.stderr
