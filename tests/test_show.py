@@ -88,7 +88,13 @@ def test_tables_escape_texts_and_have_no_colours(out: Generation, decoder: Specu
     page = Cells(shown._repr_html_())
     assert "script" not in page.tags
     assert NASTY in page.texts
-    for html in (shown._repr_html_(), out._repr_html_(), out.stats._repr_html_(), decoder._repr_html_()):
+    for html in (
+        shown._repr_html_(),
+        out._repr_html_(),
+        out[0]._repr_html_(),
+        out.stats._repr_html_(),
+        decoder._repr_html_(),
+    ):
         assert re.search(r"(?<![-a-z])(color|background|bgcolor|border)", html) is None
         assert set(Cells(html).tags) <= {"table", "thead", "tbody", "tr", "th", "td", "p"}
 
@@ -99,6 +105,8 @@ def test_tables_show_the_figures(out: Generation, decoder: SpeculativeDecoder) -
     cells = Cells(out.stats._repr_html_()).texts
     assert {"all", "prompt-lookup", "draft-model", str(out.stats.rounds), str(out.stats.tested_tokens)} <= set(cells)
     assert f"{out.stats.draft_acceptance_rate:.2f}" in cells
+    one = Cells(out[0]._repr_html_()).texts
+    assert {"tokens per round", "accepted per tested", "accepted per drafted", "length"} < set(one)
     models = " ".join(Cells(decoder._repr_html_()).texts)
     for part in ("LlamaForCausalLM", "cpu", "float32", "prompt-lookup", "n_max=3"):
         assert part in models

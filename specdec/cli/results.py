@@ -45,16 +45,11 @@ def results(
         check_writable(out, "--out")
     wanted = dict(map(_pair, where or ()))
     found = Results.load(source)
-    if isinstance(found, Results):
-        found = found.without_loops() if drop_loops else found
-    elif drop_loops or baseline is not None:
-        raise SpecdecError("--drop-loops and --baseline need rows, and a benchmark's document has pooled figures")
+    if drop_loops:
+        found = found.without_loops()
     if wanted:
-        found = found.where(**wanted)
-    if baseline is not None and isinstance(found, Results):
-        table = found.against(baseline)
-    else:
-        table = found.by(*_listed(by))
+        found = found.where(wanted)
+    table = found.by(*_listed(by)) if baseline is None else found.against(baseline)
     if as_json:
         output.print_json(table.flat())
     elif as_csv or as_latex:

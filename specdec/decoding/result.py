@@ -75,6 +75,9 @@ class GenerationRow:
     def __repr__(self) -> str:
         return show.row_repr(self)
 
+    def _repr_html_(self) -> str:
+        return show.row_html(self)
+
 
 @dataclass(frozen=True)
 class Generation:

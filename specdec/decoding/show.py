@@ -72,33 +72,37 @@ def _summary(stats: Stats) -> str:
 # -- HTML -------------------------------------------------------------------------------------------------------------
 
 
+ROW = ("row", "tokens", "tokens per round", "finish reason", "text")
+COUNTS = ("rounds", "drafted rounds", "drafted", "tested", "accepted", "accepted per tested", "accepted per drafted")
+
+
+def row_html(row: GenerationRow) -> str:
+    """A row as a line of `generation_html`, then its figures."""
+    return _table(ROW, [_row_cells(row)], texts=2) + _table(COUNTS, [_figures(row.stats)], texts=0)
+
+
+def _row_cells(row: GenerationRow) -> tuple[Any, ...]:
+    ended = row.finish_reason if row.error is None else f"{row.finish_reason}: {row.error}"
+    text = " ".join(map(str, row.token_ids)) if row.text is None else row.text
+    return row.index, len(row.token_ids), _number(row.stats.tokens_per_round), ended, text
+
+
 def generation_html(out: Generation) -> str:
     """Figures of the call, then its rows."""
-    heads = ("row", "tokens", "tokens per round", "finish reason", "text")
-    rows = [
-        (
-            row.index,
-            len(row.token_ids),
-            _number(row.stats.tokens_per_round),
-            row.finish_reason if row.error is None else f"{row.finish_reason}: {row.error}",
-            " ".join(map(str, row.token_ids)) if row.text is None else row.text,
-        )
-        for row in _first(out)
-    ]
+    rows = [_row_cells(row) for row in _first(out)]
     note = f"{_count(len(out), 'row')}, {_summary(out.stats)}"
     if len(out) > MOST_ROWS:
         note += f"; the first {MOST_ROWS} rows:"
     if out.lossy:
         note += "; lossy: the acceptance rule changes the distribution of the text"
-    return f"<p>{escape(note)}</p>{_table(heads, rows, texts=2)}"
+    return f"<p>{escape(note)}</p>{_table(ROW, rows, texts=2)}"
 
 
 def stats_html(stats: Stats) -> str:
     """Figures of all rounds and of each strategy's."""
-    heads = ("rounds", "drafted rounds", "drafted", "tested", "accepted", "accepted per tested", "accepted per drafted")
     entries = {"all": stats.total, **stats.by_strategy()}
     rows = [(*_figures(tally), name) for name, tally in entries.items()]
-    return f"<p>{escape(_summary(stats))}</p>{_table((*heads, 'strategy'), rows, texts=1)}"
+    return f"<p>{escape(_summary(stats))}</p>{_table((*COUNTS, 'strategy'), rows, texts=1)}"
 
 
 def decoder_html(decoder: SpeculativeDecoder) -> str:

@@ -5,7 +5,7 @@ A document has pooled figures and no rows of calls, so that grouping chooses amo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from specdec.errors import SpecdecError, unknown_name
 from specdec.files.texts import is_file, read_json
 from specdec.research.bootstrap import Interval
-from specdec.research.results_table import ResultTable
+from specdec.research.results_table import ResultTable, named
 
 OF_FILE = ("scenario", "contender")
 OF_SMOKE = ("suite", "category", "contender")
@@ -22,6 +22,7 @@ SCENARIO_FIGURES = {  # name in tables -> name in the document
     "conditional_acceptance_rate": "conditional_acceptance_rate", "acceptance_length": "acceptance_length",
     "tokens_per_second": "tokens_per_second", "speedup": "over_plain",
 }  # fmt: skip
+POOLED = "a benchmark's document has pooled figures"
 BOOTSTRAP, RANGE = "95 % intervals over calls or repeats", "medians, and the range over the repeats"
 
 
@@ -54,8 +55,9 @@ class BenchResults:
             raise SpecdecError(f"{path} is no whole document of specdec bench: {error!r}") from None
         raise SpecdecError(f"{path} is neither a trace nor a document of specdec bench")
 
-    def where(self, **values: Any) -> BenchResults:
+    def where(self, keep: Mapping[str, Any] | None = None, **values: Any) -> BenchResults:
         """Some of the rows: those with these values, or one of a list. Raises SpecdecError where none is left."""
+        values = {**(keep or {}), **values}
         for name in values:
             self._check("where", name)
         wanted = {n: v if isinstance(v, (list, tuple, set)) else [v] for n, v in values.items()}
@@ -65,11 +67,11 @@ class BenchResults:
         return BenchResults(self.dimensions, kept, self.intervals, self.source)
 
     def by(self, *names: str) -> ResultTable:
-        """The figures with these dimensions first; without one, with all. Raises SpecdecError where a dimension is left
-        out that tells rows apart: a document has nothing to pool them from."""
+        """The figures with these dimensions first, as arguments or a list; without one, with all. Raises SpecdecError
+        where a dimension is left out that tells rows apart: a document has nothing to pool them from."""
+        names = named("by", names) or self.dimensions
         for name in names:
             self._check("by", name)
-        names = names or self.dimensions
         rest = [n for n in self.dimensions if n not in names]
         for name in rest:
             found = list(dict.fromkeys(r[name] for r in self.rows))
@@ -89,9 +91,28 @@ class BenchResults:
         """All figures as CSV; returned, and written where `path` is given."""
         return self.by().to_csv(path)
 
-    def to_latex(self, path: str | Path | None = None, figures: Sequence[str] | None = None) -> str:
-        """All figures as a LaTeX table."""
-        return self.by().to_latex(path, figures)
+    def to_latex(self, path: str | Path | None = None, **options: Any) -> str:
+        """All figures as a LaTeX table. options: those of `ResultTable.to_latex`."""
+        return self.by().to_latex(path, **options)
+
+    def without_loops(self) -> BenchResults:
+        """Raises SpecdecError: a document has no rows to leave out."""
+        raise SpecdecError(
+            f"{self.source}: leaving loops out needs rows, and a benchmark's document has pooled figures"
+        )
+
+    def against(self, baseline: str) -> ResultTable:
+        """Raises SpecdecError: a document has no rows to pair."""
+        raise SpecdecError(
+            f"{self.source}: a paired comparison needs rows, and a benchmark's document has pooled figures"
+        )
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """The rows of `by().flat()`."""
+        return iter(self.by())
 
     def _check(self, what: str, name: str) -> None:
         if name not in self.dimensions:

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from specdec.errors import SpecdecError, unknown_name
 from specdec.research.ablation.look import finish, make_axes, shares, shift
+from specdec.research.bench_results import BenchResults
 from specdec.research.bootstrap import Interval
 from specdec.research.colours import looks
 from specdec.research.results import Results, chain_of
-from specdec.research.results_table import IN_WORDS
+from specdec.research.results_table import IN_WORDS, named
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,7 +32,7 @@ def facets(
     """Draw a figure with its 95 % intervals.
 
     Args:
-        results: `Results`, or what `Results.load` takes; `Results.where(...)` filters.
+        results: `Results`, or what `Results.load` takes, a benchmark's document too; `.where(...)` filters.
         figure: a figure of `Results.by`.
         x, colour, panel: dimensions; the points of different colours are drawn beside each other.
         ax: axes of the caller's, without `panel`.
@@ -41,16 +42,15 @@ def facets(
     """
     if ax is not None and panel is not None:
         raise SpecdecError("facets: give axes or panels, not both")
-    found = results if isinstance(results, Results) else Results.load(results)
-    if not isinstance(found, Results):
-        raise SpecdecError("facets: a benchmark's document has no rows to group")
-    names = tuple(dict.fromkeys(n for n in (panel, colour, x) if n is not None))
+    found = results if isinstance(results, (Results, BenchResults)) else Results.load(results)
+    figure, *dimensions = named("facets", [figure, *([] if panel is None else [panel]), colour, x])
+    names = tuple(dict.fromkeys(dimensions))
     rows = found.by(*names).rows
     rows = [r for r in rows if r[x] is not None] or rows  # plain decoding has no k
     if not isinstance(rows[0].get(figure), Interval):
         raise unknown_name("figure", figure, [n for n, v in rows[0].items() if isinstance(v, Interval)])
     titles = list(dict.fromkeys(r[panel] for r in rows)) if panel is not None else [None]
-    made, axes = make_axes(len(titles)) if ax is None else (None, [ax])
+    made, axes = make_axes(len(titles), ax)
     colours, places = (list(dict.fromkeys(r[n] for r in rows)) for n in (colour, x))
     numbers = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in places)
     look = looks([str(v) for v in colours], strategies=colour == "strategy")
@@ -65,7 +65,8 @@ def facets(
         place.set_title("" if title is None else f"{panel} = {title}", fontsize=10)
         place.grid(alpha=0.25)
         place.set_xticks(places if numbers else range(len(places)), [str(p) for p in places])
-    finish(axes, made, shares((str(value), r) for r in found.rows for value in _values(r, colour)))
+    labelled = found.rows if isinstance(found, Results) else ()
+    finish(axes, made, shares((str(value), r) for r in labelled for value in _values(r, colour)))
     return axes[0].figure  # type: ignore[no-any-return]
 
 

@@ -24,6 +24,7 @@ from specdec.research.ablation.summary import (
     FIGURES,
     OF_ROWS,
     SUMMED,
+    by_setting,
     check_baseline,
     compare_settings,
     conversation,
@@ -33,7 +34,7 @@ from specdec.research.ablation.table import AS_THEY_ARE, REFERENCE, TIMES, Row, 
 from specdec.research.bench_results import BenchResults
 from specdec.research.bootstrap import Interval, ratio
 from specdec.research.loops import is_looped, without_loops
-from specdec.research.results_table import INTERVALS, ResultTable
+from specdec.research.results_table import INTERVALS, ResultTable, named
 from specdec.research.traces.records import trace_rows
 from specdec.stats import RoundRecord
 
@@ -93,9 +94,15 @@ class Results:
         names = dict.fromkeys(n for r in self.rows for n in r if n not in (*MEASURED, *ROUNDS))
         return [*ROUNDS, *(n for n in names if all(isinstance(r.get(n), plain) for r in self.rows))]
 
-    def where(self, keep: Callable[[Row], bool] | None = None, **values: Any) -> Results:
-        """Some of the rows: those for which `keep` is true and whose columns have these values (or one of a list).
-        Plain decoding's rows stay where speed-ups need them. Raises SpecdecError where nothing drafts any more."""
+    def where(self, keep: Callable[[Row], bool] | Mapping[str, Any] | None = None, **values: Any) -> Results:
+        """Some of the rows: those for which `keep` is true and whose columns have these values (or one of a list), also
+        as a mapping. Plain decoding's rows stay where speed-ups need them. Raises SpecdecError where nothing drafts any
+        more."""
+        if isinstance(keep, Mapping):
+            values = {**keep, **values}
+            keep = None
+        if keep is not None and not callable(keep):
+            raise SpecdecError(f"where: expected a function of a row, or column=value, got {keep!r}")
         for name in values:
             self._check("where", name, [n for n in self.dimensions if n not in ROUNDS[1:]])
         wanted = {ALIASES.get(n, n): v if isinstance(v, (list, tuple, set)) else [v] for n, v in values.items()}
@@ -118,8 +125,9 @@ class Results:
         return Results(without_loops(self.rows), self.source)
 
     def by(self, *names: str) -> ResultTable:
-        """Figures with intervals by any combination of `dimensions`; without one, by `setting`."""
-        names = tuple(ALIASES.get(n, n) for n in names) or ("setting",)
+        """Figures with intervals by any combination of `dimensions`, as arguments or a list; without one, by
+        `setting`."""
+        names = tuple(ALIASES.get(n, n) for n in named("by", names)) or ("setting",)
         for name in names:
             self._check("by", name, self.dimensions)
         if len(set(names)) < len(names):
@@ -138,9 +146,8 @@ class Results:
 
     def against(self, baseline: str) -> ResultTable:
         """Paired differences of every setting that drafts and one of them, on the prompts and seeds that both have."""
-        groups: dict[str, list[Row]] = defaultdict(list)
-        for row in self.rows:
-            groups[row["setting"]].append(row)
+        groups = by_setting(self.rows)
+        [baseline] = named("against", [baseline])
         check_baseline(baseline, groups)
         made = []
         for name, group in groups.items():
@@ -169,6 +176,12 @@ class Results:
     def _check(self, what: str, name: str, known: Sequence[str]) -> None:
         if ALIASES.get(name, name) not in known:
             raise unknown_name(f"dimension of {what}", name, known)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
 
     def __repr__(self) -> str:
         settings = len({r["setting"] for r in self.rows})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -37,7 +37,7 @@ SPECIAL = {c: rf"\{c}" for c in "&%$#_{}"} | {
     "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}",
     ">": r"\textgreater{}", "|": r"\textbar{}",
 }  # fmt: skip
-MISSING = "-"
+MISSING, MOST_DIGITS = "-", 15
 
 
 INTERVALS = "95 % intervals over prompts"
@@ -90,7 +90,7 @@ class ResultTable:
     ) -> str:  # fmt: skip
         """A LaTeX tabular (package booktabs) of the dimensions and some figures with their intervals; returned, and
         written where `path` is given. figures: None = those that say most and are known."""
-        shown, keys = self._chosen(figures), len(self.names)
+        shown, keys = self._chosen(figures, digits), len(self.names)
         lines = [
             f"% needs \\usepackage{{booktabs}}; {self.intervals}",
             f"\\begin{{tabular}}{{{'l' * keys}{'r' * len(shown)}}}",
@@ -105,14 +105,17 @@ class ResultTable:
 
     def text_table(self, figures: Sequence[str] | None = None, digits: int = 2) -> tables.Table:
         """The table as texts. Raises SpecdecError for an unknown figure."""
-        shown = self._chosen(figures)
+        shown = self._chosen(figures, digits)
         rows = [[_cell(row.get(n), digits) for n in (*self.names, *shown)] for row in self.rows]
         return tables.Table(self.intervals, self._heads(shown), rows)
 
     def _heads(self, shown: Sequence[str]) -> list[str]:
         return [IN_WORDS.get(n, n.replace("_", " ")) for n in (*self.names, *shown)]
 
-    def _chosen(self, figures: Sequence[str] | None) -> list[str]:
+    def _chosen(self, figures: Sequence[str] | None, digits: int) -> list[str]:
+        if isinstance(digits, bool) or not isinstance(digits, int) or not 0 <= digits <= MOST_DIGITS:
+            raise SpecdecError(f"digits must be a whole number from 0 to {MOST_DIGITS}, got {digits!r}")
+        figures = None if figures is None else named("figures", [figures])
         known = [n for n in dict.fromkeys(n for r in self.rows for n in r) if n not in self.names]
         for name in figures or ():
             if name not in known:
@@ -126,6 +129,13 @@ class ResultTable:
         telling = [n for n in telling if n not in absent]
         return [n for n in ("drafted", "tested") if n in known] + telling
 
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """The rows of `flat`."""
+        return iter(self.flat())
+
     def __repr__(self) -> str:
         return f"ResultTable({len(self.rows)} rows by {', '.join(self.names)})"
 
@@ -134,6 +144,15 @@ class ResultTable:
         head = "".join(f"<th>{escape(h)}</th>" for h in shown.heads)
         body = "".join(f"<tr>{''.join(f'<td>{escape(c)}</td>' for c in row)}</tr>" for row in shown.rows)
         return f"<table><tr>{head}</tr>{body}</table>"
+
+
+def named(what: str, names: Sequence[Any]) -> tuple[str, ...]:
+    """Names as they were given, one by one or as one list. Raises SpecdecError for what is no name."""
+    found = tuple(names[0]) if len(names) == 1 and isinstance(names[0], (list, tuple)) else tuple(names)
+    for name in found:
+        if not isinstance(name, str):
+            raise SpecdecError(f"{what}: expected names, got {name!r}")
+    return found
 
 
 def escape_latex(text: str) -> str:

@@ -250,9 +250,8 @@ def test_a_set_is_found_beside_the_config_that_names_it(tmp_path: Path, monkeypa
 
 def test_prompts_may_be_records_with_ids_and_categories(tmp_path: Path) -> None:
     chat = {"messages": [{"role": "user", "content": "hi"}], "category": "chat", "id": "c"}
-    made = AblationConfig(
-        {"p": {"target": "t"}}, prompts=("a", {"prompt": "b", "id": "mine/b", "category": "code"}, chat)
-    )
+    record = {"prompt": "b", "id": "mine/b", "category": "code"}
+    made = AblationConfig({"p": {"target": "t"}}, prompts=("a", record, chat))
     found = made.data.load(made.prompts)
     assert [(p.id, p.category, p.text) for p in found] == [
         ("prompt/0", "prompts", "a"), ("mine/b", "code", "b"), ("c", "chat", "hi"),

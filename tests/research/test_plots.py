@@ -227,6 +227,12 @@ def test_all_settings_are_drawn_in_panels_and_into_given_axes(rows: list[Any], t
     axes = mine.add_subplot()
     assert plots.accepted_length_histogram(rows, ax=axes) is mine
     assert axes.get_xlabel()
+    axes.set_xticks([0, 5])  # as many a style does
+    for plot in (plots.acceptance_by_position, plots.accepted_length_histogram):
+        assert plot(rows, ax=axes) is mine
+    for wrong in (mine, [axes], 3):
+        with pytest.raises(SpecdecError, match="ax: expected axes"):
+            plots.acceptance_by_position(rows, ax=wrong)
     for ending in ("svg", "pdf"):
         mine.savefig(tmp_path / f"a.{ending}")
         assert (tmp_path / f"a.{ending}").stat().st_size > 1000
@@ -261,6 +267,38 @@ def test_facets_tell_values_apart_and_leave_out_what_is_on_no_axis(rows: list[An
     drawn = [h.lines[0] for h in axes.containers]
     assert len({(line.get_color(), line.get_marker()) for line in drawn}) == len(drawn) == 4
     assert all(line.get_linestyle() == "-" for line in drawn)
+
+
+ODD = [3, {"k": [1]}, ["k", "k"], object()]
+CALLS = {
+    "where": lambda r, v: plots.acceptance_by_position(r, where=v),
+    "panel": lambda r, v: plots.acceptance_by_position(r, panel=v),
+    "ax": lambda r, v: plots.acceptance_by_position(r, ax=v),
+    "table": lambda r, v: plots.acceptance_by_position(v),
+    "setting": lambda r, v: plots.strategy_share_over_time(r, v),
+    **{name: lambda r, v, name=name: facets(r, **{name: v}) for name in ("figure", "x", "colour", "panel", "ax")},
+    "facets": lambda r, v: facets(v),
+    "load": lambda r, v: Results.load(v),
+    "by": lambda r, v: Results.load(r).by(v),
+    "column": lambda r, v: Results.load(r).where(k=v),
+    "keep": lambda r, v: Results.load(r).where(v),
+    "against": lambda r, v: Results.load(r).against(v),
+    "figures": lambda r, v: Results.load(r).by().to_latex(figures=v),
+    "digits": lambda r, v: Results.load(r).by().to_latex(digits=[v]),
+    "path": lambda r, v: Results.load(r).to_csv([v]),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_odd_arguments_are_one_line(rows: list[Any], name: str) -> None:
+    refused = 0
+    for value in ODD:
+        try:
+            CALLS[name](rows, value)
+        except SpecdecError as error:
+            refused += 1
+            assert "\n" not in str(error)
+    assert refused >= 2
 
 
 # -- colours ----------------------------------------------------------------------------------------------------------

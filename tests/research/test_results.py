@@ -22,6 +22,7 @@ from specdec.research.ablation.summary import by_setting, summarise
 from specdec.research.ablation.table import write_table
 from specdec.research.ablation.tables import candidates_table, settings_table
 from specdec.research.bootstrap import least_p, sign_flip_test
+from specdec.research.facets import facets
 from specdec.research.results_table import escape_latex
 from tests.helpers.grid import PROMPTS
 from tests.research.test_plots import BEATEN, K1, K2, PLAIN, row
@@ -92,6 +93,15 @@ def test_a_filter_keeps_the_plain_rows_that_speed_ups_need(rows: list[Any]) -> N
     assert len(Results.load(rows).where(strategy="prompt-lookup").by("strategy").rows) == 2
 
 
+def test_lists_mappings_lengths_and_iteration_do_what_is_expected(rows: list[Any]) -> None:
+    found = Results.load(rows)
+    assert found.by(["strategy", "k"]).rows == found.by("strategy", "k").rows
+    assert found.where({"k": 1}).rows == found.where(k=1).rows
+    assert (len(found), list(found)) == (len(rows), found.rows)
+    table = found.by("k")
+    assert (len(table), [r["tokens_per_round"] for r in table]) == (3, [r["tokens_per_round"] for r in table.flat()])
+
+
 def test_csv_and_data_frame_have_the_same_columns(rows: list[Any], tmp_path: Path) -> None:
     pandas = pytest.importorskip("pandas")
     table = Results.load(rows).by("strategy", "k")
@@ -124,6 +134,9 @@ def test_without_pandas_one_line_says_what_to_install(rows: list[Any], monkeypat
     [
         (lambda r: r.by("strateg"), ("strateg", "strategy")),
         (lambda r: r.by("k", "k"), ("twice",)),
+        (lambda r: r.by(3), ("by: expected names, got 3",)),
+        (lambda r: r.by(["k"], "setting"), ("by: expected names",)),
+        (lambda r: r.where("k=4"), ("where: expected a function",)),
         (lambda r: r.where(kk=3), ("kk",)),
         (lambda r: r.where(k=99), ("99",)),
         (lambda r: r.by("k").to_latex(figures=["speed"]), ("speed",)),
@@ -259,7 +272,13 @@ def test_a_benchs_document_is_results_too(tmp_path: Path) -> None:
     assert value(table, "conditional_acceptance_rate", contender="draft") == 0.75
     assert value(table, "speedup_low", contender="draft") == 18.0
     assert found.where(contender="draft").by().names == ("scenario", "contender")
-    assert r"\toprule" in found.to_latex(figures=["tokens_per_second"])
+    assert "$20.0$ ($18.0$--$22.0$)" in found.to_latex(figures=["tokens_per_second"], digits=1)
+    assert (len(found), [r["contender"] for r in found]) == (2, ["plain", "draft"])
+    drawn = facets(found, "tokens_per_second", x="contender", colour="scenario").axes[0]
+    assert [t.get_text() for t in drawn.get_xticklabels()] == ["plain", "draft"]
+    for needs_rows in (found.without_loops, lambda: found.against("plain"), lambda: facets(found)):
+        with pytest.raises(SpecdecError):
+            needs_rows()
     two = {"scenarios": {**document["scenarios"], "batch-8": document["scenarios"]["batch-1"]}}
     (tmp_path / "two.json").write_text(json.dumps(two))
     with pytest.raises(SpecdecError, match="group by scenario too, or choose one: batch-1, batch-8"):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from specdec.errors import SpecdecError
 from specdec.research.ablation.table import Row
 from specdec.research.colours import colour_of, marker_of, with_luminance
+from specdec.research.results_table import named
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -72,6 +73,7 @@ def panels(rows: Sequence[Row], name: str | None) -> dict[str, list[Row]]:
     """Rows by panel, each with the plain rows of its own; one panel without a name."""
     if name is None:
         return {"": list(rows)}
+    [name] = named("panel", [name])
     if not any(name in r for r in rows):
         known = [n for n in rows[0] if not isinstance(rows[0][n], (list, dict))]
         raise SpecdecError(f"panel: no column {name!r} in the results table; known: {', '.join(known)}")
@@ -84,8 +86,15 @@ def panels(rows: Sequence[Row], name: str | None) -> dict[str, list[Row]]:
     return found or {"": list(rows)}
 
 
-def make_axes(count: int) -> tuple[Figure, list[Any]]:
-    """A figure with so many panels. Raises SpecdecError without matplotlib."""
+def make_axes(count: int, given: Any = None) -> tuple[Figure | None, list[Any]]:
+    """A figure with so many panels, or None and the caller's axes. Raises SpecdecError without matplotlib, and for what
+    are no axes of one panel."""
+    if given is not None:
+        if not hasattr(given, "errorbar") or not hasattr(given, "figure"):
+            raise SpecdecError(f"ax: expected axes of matplotlib, got {type(given).__name__}")
+        if count > 1:
+            raise SpecdecError("ax and panel: give axes for one panel, and `where` for its rows")
+        return None, [given]
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -36,9 +36,7 @@ def of_table(*columns: str) -> Callable[[Callable[..., None]], Callable[..., Fig
                 _check(rows, needed)
                 rows = filtered(rows, where)
                 parts, look = panels(rows, panel), Look(rows)
-                if ax is not None and len(parts) > 1:
-                    raise SpecdecError("ax and panel: give axes for one panel, and `where` for its rows")
-                figure, axes = make_axes(len(parts)) if ax is None else (None, [ax])
+                figure, axes = make_axes(len(parts), ax)
                 for place, (title, own) in zip(axes, parts.items(), strict=True):
                     plot(own, place, look, *arguments, **options)
                     place.set_title(title, fontsize=10)
@@ -63,8 +61,10 @@ def filtered(rows: list[Row], where: Any) -> list[Row]:
         if unknown:
             raise unknown_name("column", unknown[0], known)
         kept = [r for r in rows if not r["drafts"] or all(r.get(n) in v for n, v in wanted.items())]
-    else:
+    elif callable(where):
         kept = [r for r in rows if not r["drafts"] or where(r)]
+    else:
+        raise SpecdecError(f"where: expected a mapping of columns, or a function of a row, got {where!r}")
     if not any(r["drafts"] for r in kept):
         raise SpecdecError(f"where: no row that drafts is left by {where!r}")
     return kept

@@ -58,7 +58,7 @@ def acceptance_by_position(rows: list[Row], axes: Any, look: Look) -> None:
                 points.append((i + 1, ratio(*counts)))
         _line(axes, look, name, points, shift(index, len(groups)))
     axes.set_ylim(0, 1.02)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    _whole_ticks(axes)
 
 
 @of_table(*ROUNDS, "acceptance_histogram")
@@ -72,7 +72,7 @@ def accepted_length_histogram(rows: list[Row], axes: Any, look: Look) -> None:
         counts = np.array([[_at(r["acceptance_histogram"], i) for i in range(longest)] for r in group]).sum(axis=0)
         places = np.arange(longest) + (index - (len(groups) - 1) / 2) * width
         axes.bar(places, counts / max(1, counts.sum()), width, label=name, color=look.colour(name))
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    _whole_ticks(axes)
 
 
 @of_table(*PAIRED)
@@ -158,7 +158,7 @@ def strategy_share_over_time(rows: list[Row], axes: Any, look: Look, setting: st
     """Where the tokens of a text come from: share of the generated tokens by strategy, along the text. setting: None =
     the first one with more than one strategy, else the first that drafts."""
     groups = _drafting(rows)
-    if setting is not None and setting not in groups:
+    if setting is not None and setting not in list(groups):
         raise SpecdecError(f"no drafting setting {setting!r}; known: {', '.join(groups)}")
     several = (name for name, rows in groups.items() if len({s for r in rows for s, *_ in r["records"] if s}) > 1)
     chosen = setting or next(several, next(iter(groups)))
@@ -239,6 +239,13 @@ def _label(axes: Any, x: str, y: str) -> None:
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.grid(alpha=0.25)
+
+
+def _whole_ticks(axes: Any) -> None:
+    """Label whole numbers alone; axes of the caller's may have had ticks of their own."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def _line(axes: Any, look: Look, name: str, points: Sequence[tuple[float, Any]], beside: float = 0.0) -> Any:
