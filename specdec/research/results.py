@@ -34,7 +34,7 @@ from specdec.research.ablation.table import AS_THEY_ARE, REFERENCE, TIMES, Row, 
 from specdec.research.bench_results import BenchResults
 from specdec.research.bootstrap import Interval, ratio
 from specdec.research.loops import is_looped, without_loops
-from specdec.research.results_table import INTERVALS, ResultTable, named
+from specdec.research.results_table import INTERVALS, ResultTable, check_name, named
 from specdec.research.traces.records import trace_rows
 from specdec.stats import RoundRecord
 
@@ -147,8 +147,7 @@ class Results:
     def against(self, baseline: str) -> ResultTable:
         """Paired differences of every setting that drafts and one of them, on the prompts and seeds that both have."""
         groups = by_setting(self.rows)
-        [baseline] = named("against", [baseline])
-        check_baseline(baseline, groups)
+        check_baseline(check_name("against", baseline), groups)
         made = []
         for name, group in groups.items():
             if name != baseline and group[0]["drafts"]:

@@ -148,11 +148,15 @@ class ResultTable:
 
 def named(what: str, names: Sequence[Any]) -> tuple[str, ...]:
     """Names as they were given, one by one or as one list. Raises SpecdecError for what is no name."""
-    found = tuple(names[0]) if len(names) == 1 and isinstance(names[0], (list, tuple)) else tuple(names)
-    for name in found:
-        if not isinstance(name, str):
-            raise SpecdecError(f"{what}: expected names, got {name!r}")
-    return found
+    found = names[0] if len(names) == 1 and isinstance(names[0], (list, tuple)) else names
+    return tuple(check_name(what, name) for name in found)
+
+
+def check_name(what: str, name: Any) -> str:
+    """The name. Raises SpecdecError for what is none."""
+    if not isinstance(name, str):
+        raise SpecdecError(f"{what}: expected a name, got {name!r}")
+    return name
 
 
 def escape_latex(text: str) -> str:

@@ -134,8 +134,8 @@ def test_without_pandas_one_line_says_what_to_install(rows: list[Any], monkeypat
     [
         (lambda r: r.by("strateg"), ("strateg", "strategy")),
         (lambda r: r.by("k", "k"), ("twice",)),
-        (lambda r: r.by(3), ("by: expected names, got 3",)),
-        (lambda r: r.by(["k"], "setting"), ("by: expected names",)),
+        (lambda r: r.by(3), ("by: expected a name, got 3",)),
+        (lambda r: r.by(["k"], "setting"), ("by: expected a name",)),
         (lambda r: r.where("k=4"), ("where: expected a function",)),
         (lambda r: r.where(kk=3), ("kk",)),
         (lambda r: r.where(k=99), ("99",)),

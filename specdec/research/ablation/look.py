@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from specdec.errors import SpecdecError
 from specdec.research.ablation.table import Row
 from specdec.research.colours import colour_of, marker_of, with_luminance
-from specdec.research.results_table import named
+from specdec.research.results_table import check_name
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -73,8 +73,7 @@ def panels(rows: Sequence[Row], name: str | None) -> dict[str, list[Row]]:
     """Rows by panel, each with the plain rows of its own; one panel without a name."""
     if name is None:
         return {"": list(rows)}
-    [name] = named("panel", [name])
-    if not any(name in r for r in rows):
+    if not any(check_name("panel", name) in r for r in rows):
         known = [n for n in rows[0] if not isinstance(rows[0][n], (list, dict))]
         raise SpecdecError(f"panel: no column {name!r} in the results table; known: {', '.join(known)}")
     found: dict[str, list[Row]] = {}
