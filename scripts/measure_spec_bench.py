@@ -3,13 +3,16 @@
     python scripts/measure_spec_bench.py --target demo-target --draft demo-draft --out results/spec_bench_embedded.json
     python scripts/measure_spec_bench.py --target smollm2 --coarsen 0.2 --texts results/texts_smollm2.npz \
         --device cuda --each 20 --new-tokens 96 --out results/spec_bench_smollm2.json
-    python scripts/write_results.py    # the tables of docs/validation.md
+    python scripts/measure_spec_bench.py --target smollm2 --head runs/eagle3_smollm2/head --each 40 --new-tokens 64 \
+        --device cuda --batch 40 --out results/eagle3_smollm2.json
+    python scripts/write_results.py    # the tables of docs/validation.md and docs/eagle.md
 
-Greedy, batch 1, `prompt-lookup`, `recycling` and `draft-model` on the same prompts; --draft, or --coarsen for a draft
-made of the target. The order of the groups is compared with that of the published speed-ups (`PUBLISHED`) by Spearman's
-rank correlation. --texts: kept greedy texts of the target; on a CPU, texts of the runs must begin them (elsewhere plain
-decoding's are made anew), and `prompt-lookup`, which reads ids alone, is replayed on all of them. The result is written
-after every prompt: a run may be stopped.
+Greedy, `prompt-lookup`, `recycling` and `draft-model` on the same prompts; --draft, or --coarsen for a draft made of
+the target. With --head, an EAGLE head as chain and as trees in place of the draft, and `suffix`. The order of the groups
+is compared with that of the published speed-ups (`PUBLISHED`) by Spearman's rank correlation. --texts: kept greedy texts
+of the target; on a CPU, texts of the runs must begin them (elsewhere plain decoding's are made anew), and
+`prompt-lookup`, which reads ids alone, is replayed on all of them. The result is written after every batch: a run may
+be stopped.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from specdec.research.models.inflate import coarsen
 from specdec.research.models.smollm2 import fetch_folder
 from specdec.research.offline.replay import load_texts, model_free_chain, replay
 from specdec.research.prompts.datasets import Prompt, as_given, load_prompts
+from specdec.stats import Tally
 
 TALK = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")  # MT-bench
 GROUPS = {
@@ -36,6 +40,7 @@ GROUPS = {
 }  # fmt: skip
 TEMPLATE = 64  # tokens that a chat template may add
 STRATEGIES = {"prompt-lookup": "prompt-lookup", "recycling": "recycling", "draft-model": "draft-model:n_max=4"}
+HEAD = {"eagle3, chain": "n_max=5", "eagle3, tree of 24": "nodes=24:top_k=6:depth=4", "eagle3, tree of 60": "nodes=60"}
 # Speed-ups of the groups, in the order of GROUPS: Vicuna-7B-v1.3, greedy, float16, batch 1, one RTX 3090. Source: Xia
 # et al. 2024 (Spec-Bench), Leaderboard.md of github.com/hemingkx/Spec-Bench at commit 5544fd7: PLD, Recycling, SpS.
 PUBLISHED = {
@@ -84,20 +89,28 @@ def replayed(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def decode(decoder: SpeculativeDecoder, prompt: Prompt, new_tokens: int, kept: dict[str, Any]) -> dict[str, Any]:
-    """Tokens and rounds of a prompt by strategy, and whether all texts are plain decoding's."""
+def decode(
+    decoder: SpeculativeDecoder,
+    prompts: list[Prompt],
+    strategies: dict[str, str],
+    new_tokens: int,
+    kept: dict[str, Any],
+) -> list[dict[str, Any]]:
+    """Tokens and rounds of each prompt by strategy, and whether all texts are plain decoding's; one batch."""
     room = decoder.target.context - new_tokens - TEMPLATE
-    given, texts = as_given(prompt, decoder.tokenizer, longest=room), []  # a longer prompt is cut
-    row: dict[str, Any] = {"prompt": prompt.id}
-    if prompt.id in kept:
-        texts.append(kept[prompt.id][:new_tokens].tolist())
+    given = [as_given(p, decoder.tokenizer, longest=room) for p in prompts]  # a longer prompt is cut
+    if all(p.id in kept for p in prompts):
+        plain = [kept[p.id][:new_tokens].tolist() for p in prompts]
     else:
-        texts.append(decoder.generate([given], new_tokens, []).token_ids[0])
-    for name, strategy in STRATEGIES.items():
-        out = decoder.generate([given], new_tokens, strategy)
-        texts.append(out.token_ids[0])
-        row[name] = [out.stats.generated_tokens, out.stats.rounds]
-    return {**row, "same_text": all(text == texts[0] for text in texts)}
+        plain = decoder.generate(given, new_tokens, [], batch_size=len(given)).token_ids
+    rows: list[dict[str, Any]] = [{"prompt": p.id, "same_text": True} for p in prompts]
+    for name, strategy in strategies.items():
+        out = decoder.generate(given, new_tokens, strategy, batch_size=len(given))
+        for row, text, wanted, records in zip(rows, out.token_ids, plain, out.stats.rows, strict=True):
+            tally = Tally.of(records)
+            row[name] = [tally.generated_tokens, tally.rounds]
+            row["same_text"] = row["same_text"] and text == wanted
+    return rows
 
 
 def main() -> None:
@@ -105,6 +118,8 @@ def main() -> None:
     parser.add_argument("--target", required=True, help="smollm2, or a model as specdec takes it")
     parser.add_argument("--draft", help="the draft model")
     parser.add_argument("--coarsen", type=float, default=0.2, help="without a draft: how coarse a copy of the target")
+    parser.add_argument("--head", help="an EAGLE head's folder, in place of a draft")
+    parser.add_argument("--batch", type=int, default=1, help="prompts that are decoded together")
     parser.add_argument("--each", type=int, default=2, help="prompts of a group")
     parser.add_argument("--device", default="cpu", help="where it runs, in float32")
     parser.add_argument("--new-tokens", type=int, default=40)
@@ -112,19 +127,28 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     folder = str(fetch_folder()) if given.target == "smollm2" else given.target
-    decoder = SpeculativeDecoder.from_pretrained(folder, draft=given.draft, dtype="float32", device=given.device)
-    if given.draft is None:
+    how = {"compile": "graph"} if given.head is not None and given.device != "cpu" else {}  # trees have many widths
+    decoder = SpeculativeDecoder.from_pretrained(folder, given.draft, dtype="float32", device=given.device, **how)
+    strategies = dict(STRATEGIES)
+    if given.head is not None:
+        del strategies["draft-model"]
+        strategies |= {"suffix": "suffix", **{n: f"eagle3:head={given.head}:{how}" for n, how in HEAD.items()}}
+    elif given.draft is None:
         draft = coarsen(decoder.target.model, given.coarsen)
         decoder = SpeculativeDecoder(decoder.target.model, draft, tokenizer=decoder.tokenizer, check=False)
     kept = {text.id: text.output for text in load_texts(given.texts)} if given.texts and given.device == "cpu" else {}
     all_texts = summary(replayed(given.texts), ["prompt-lookup, all texts"]) if given.texts else {}
-    names = {"target": given.target, "draft": given.draft or f"the target, coarsened by {given.coarsen:g}"}
+    draft_name = given.draft or f"the target, coarsened by {given.coarsen:g}"
+    names = {"target": given.target, "draft": "an EAGLE-3 head" if given.head is not None else draft_name}
     head = {"benchmark": "spec-bench", **origin(), **names, "new_tokens": given.new_tokens, "kept_texts": len(kept)}
     rows: list[dict[str, Any]] = []
-    for group, prompt in chosen(given.each):
-        rows.append({"group": group, **decode(decoder, prompt, given.new_tokens, kept)})
-        print(rows[-1], flush=True)
-        found = {**summary(rows, list(STRATEGIES)), **all_texts}
+    waiting = list(chosen(given.each))
+    while waiting:
+        batch, waiting = waiting[: given.batch], waiting[given.batch :]
+        made = decode(decoder, [prompt for _, prompt in batch], strategies, given.new_tokens, kept)
+        rows += [{"group": group, **row} for (group, _), row in zip(batch, made, strict=True)]
+        print(*rows[-len(batch) :], sep="\n", flush=True)
+        found = {**summary(rows, list(strategies)), **all_texts}
         same = sum(r["same_text"] for r in rows)
         write_json(given.out, {**head, "prompts": len(rows), "same_texts": same, "strategies": found})
 

@@ -387,6 +387,28 @@ def spec_bench_block(result: Result) -> str:
     )
 
 
+def head_block(result: Result) -> str:
+    """What the embedded head drafts of held-out excerpts, next to the draft model, from metrics.json."""
+    head = result["head"]
+    rows = [
+        [
+            *(f"`{e['strategy']}`", f"{e['acceptance_length']:.2f}", f"{e['rounds']}", f"{e['draft_passes']}"),
+            f"{e['draft_ms']:.2f}" if "draft_ms" in e else "-",
+        ]
+        for e in (head[name] for name in ("chain", "tree", "draft_model"))
+    ]
+    said = made_with(head, "scripts/measure_demo_models.py --head")
+    if "training" in head:
+        end = head["training"]
+        forced = ", ".join(f"{rate:.2f}" for rate in end["teacher_forced"])
+        said += (
+            f" Trained for {end['step']:,} steps in {end['seconds'] / 60:.1f} minutes; on texts that were kept from "
+        )
+        said += f"training the expected acceptance of a draft's tokens is {forced}, teacher-forced."
+    heads = ["strategy", "accepted length", "rounds", "draft passes", "draft, ms a round"]
+    return f"{said} The head weighs {head['bytes'] / 1e6:.1f} MB.\n\n{markdown(heads, rows)}"
+
+
 def _rank_correlation(pairs: list[tuple[float, float]]) -> float:
     """Spearman's; equal values share their mean rank."""
     sides = [*zip(*pairs, strict=True)]
@@ -398,7 +420,7 @@ class Block(NamedTuple):
     """The text between the marks `<!-- MARK:start -->` and `<!-- MARK:end -->` of a document.
 
     document: path of the document
-    names: results that are shown, those that exist
+    names: results that are shown, those that exist; paths from results/ without the suffix
     make: makes the text from them
     """
 
@@ -422,6 +444,9 @@ BLOCKS = [
     Block("README.md", ["bench_smoke_cpu", *HEADLINES], readme_block),
     Block("docs/exactness.md", [f"exactness-{part}" for part in PARTS], exactness_block),
     Block("docs/exactness.md", ["trees_cpu"], each(formula_block), "acceptance"),
+    Block("docs/eagle.md", ["eagle3_smollm2"], each(spec_bench_block), "spec-bench"),
+    Block("docs/eagle.md", ["bench_heads"], bench_blocks, "bench"),
+    Block("specdec/demo_models/MODEL_CARD.md", ["../specdec/demo_models/metrics"], each(head_block), "head"),
     Block("docs/trees.md", ["trees_cpu"], each(tree_block), "trees"),
     Block("docs/trees.md", ["tree_shapes_cpu"], each(shapes_block), "shapes"),
     Block("docs/benchmarks.md", [f"bench_{name}" for name in ("h100", "h100_all", "cpu", "batches")], bench_blocks),

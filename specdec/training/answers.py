@@ -145,7 +145,7 @@ def read_answers(plan: Plan, config: TrainingConfig) -> tuple[list[Answer], list
     found = _written(plan, config)
     if len(found) < len(plan.prompts):
         return None
-    start = 0 if not config.data.max_new_tokens else None
+    start = 0 if config.data.whole or not config.data.max_new_tokens else None
     parts: tuple[list[Answer], list[Answer]] = ([], [])
     for i, held in enumerate(plan.held):
         parts[held].append(_answer(found[i], config, start))
@@ -160,7 +160,7 @@ def read_own_answers(config: TrainingConfig, vocab_size: int) -> tuple[list[Answ
         check(row, {key: [WHOLE] for key in ("prompt", "output")}, f"{name}, line {number}")
         if max(row["prompt"] + row["output"], default=0) >= vocab_size:
             raise SpecdecError(f"{name}, line {number}: a token id is outside the target's vocabulary of {vocab_size}")
-        rows.append(_answer(row, config, None))
+        rows.append(_answer(row, config, 0 if config.data.whole else None))
     held = held_out(len(rows), config.data)
     return _usable(([r for i, r in enumerate(rows) if i not in held], [r for i, r in enumerate(rows) if i in held]))
 

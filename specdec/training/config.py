@@ -16,7 +16,7 @@ from specdec.files.texts import expanded
 from specdec.research.prompts.choice import DataConfig
 from specdec.training.losses import LOSSES
 
-FEATURES = ("live", "stored")
+FEATURES = ("live", "kept", "stored")
 DTYPES = ("float32", "bfloat16", "float16")
 # What may change between a run and its continuation: none of it changes the curve.
 FREE = ("out", "device", "checkpoint_every")
@@ -31,6 +31,7 @@ class TrainingData(DataConfig):
     held_out: prompts that are kept from training, for figures
     samples: answers to each prompt
     max_new_tokens: longest answer; 0 = train on the prompts' own text, nothing is generated
+    whole: train on the prompts' text as well as on the answers
     temperature: of the answers, and of the drafts that the head is for; 0 = greedy
     batch_size: answers that are written in one batch
     """
@@ -42,6 +43,7 @@ class TrainingData(DataConfig):
     held_out: int = 8
     samples: int = 1
     max_new_tokens: int = 256
+    whole: bool = False
     temperature: float = 1.0
     batch_size: int = 16
 
@@ -53,6 +55,7 @@ class TrainingData(DataConfig):
             "held_out": whole(1),
             "samples": whole(1),
             "max_new_tokens": whole(),
+            "whole": BOOL,
             "temperature": number(0.0),
             "batch_size": whole(1),
         }
@@ -158,13 +161,16 @@ class Optimiser:
 class TrainingConfig:
     """A run.
 
-    target: a hub id, folder, GGUF file or `demo-target`
+    target: a hub id, folder, GGUF file, `demo-target` or `smollm2-135m`
     out: folder of answers, log, checkpoint and result; a run that stopped goes on from it
     steps, batch, accumulate: optimiser steps; texts of a pass, on each device; passes of a step
+    minutes: of the loop, figures included; None = no limit. The learning rate falls by the clock where that is further
+        than the steps, and the run ends as after its last step. Such a curve is not the same twice.
     sequence_length: tokens of a text, the prompt included; what is longer is cut
     ttt_steps: depth of the training-time test, of heads
     loss, loss_decay: see losses.py; the weight of step k is loss_decay ** k
-    features: "live" = the target runs along; "stored" = its states are written first, and read
+    features: "live" = the target runs along; "kept" = its states are made first and stay in the device's memory;
+        "stored" = they are written first, and read
     dtype: of the target and of the passes; trained weights are float32
     save_dtype: of the result
     eval_every, checkpoint_every: steps
@@ -181,6 +187,7 @@ class TrainingConfig:
     steps: int = 1000
     batch: int = 8
     accumulate: int = 1
+    minutes: float | None = None
     sequence_length: int = 1024
     ttt_steps: int = 7
     loss: str = "forward-kl"
@@ -209,6 +216,7 @@ class TrainingConfig:
             "steps": whole(1),
             "batch": whole(1),
             "accumulate": whole(1),
+            "minutes": Maybe(number(0.0)),
             "sequence_length": whole(8),
             "ttt_steps": whole(1, 16),
             "loss_decay": number(0.0, 1.0),

@@ -1,8 +1,9 @@
 """What a drafter sees of its target in training: the observed states and the logits at every token of a text.
 
 `Live` runs the target along. `Stored` reads what `store` wrote before with the same function: observed states and the
-last hidden state, from which the target's own head makes the logits again (they would be 50 times the size). Both
-give the same batches: texts are padded on the right, where no token sees the padding.
+last hidden state, from which the target's own head makes the logits again (they would be 50 times the size). `Kept` has
+the same in the device's memory. All give the same batches: texts are padded on the right, where no token sees the
+padding.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from specdec.device.transfer import sent
 from specdec.errors import SpecdecError
 from specdec.training.answers import Answer
 from specdec.training.config import content_hash
@@ -81,14 +83,15 @@ class Live:
         return torch.cat([empty, *states], dim=-1), out.logits, hidden[-1] if last else None
 
 
-class Stored:
-    """Read what `store` wrote."""
+class Kept:
+    """Make the features of all texts once, and keep them on the device."""
 
-    def __init__(self, folder: Path, target: nn.Module, answers: Sequence[Answer]):
-        self.files = sorted(folder.glob("features-*.safetensors"))
-        self.target: Any = target
-        self.answers = answers
-        self.device = next(target.parameters()).device
+    def __init__(self, live: Live, batch: int, advance: Callable[[], None]):
+        self.target, self.answers, self.device = live.target, live.answers, live.device
+        self.texts: list[tuple[Tensor, Tensor]] = []
+        for first in range(0, len(live.answers), batch):
+            self.texts += _observed(live, range(first, min(first + batch, len(live.answers))))
+            advance()
 
     @torch.no_grad()
     def __call__(self, chosen: Sequence[int]) -> Batch:
@@ -96,6 +99,20 @@ class Stored:
         read = [self._text(i) for i in chosen]
         states, last = (pad_sequence(list(part), batch_first=True).to(self.device) for part in zip(*read, strict=True))
         return Batch(ids, starts, lengths, states, self.target.get_output_embeddings()(last))
+
+    def _text(self, index: int) -> tuple[Tensor, Tensor]:
+        """(observed states [S, n * H_t], last hidden state [S, H_t])"""
+        return self.texts[index]
+
+
+class Stored(Kept):
+    """Read what `store` wrote."""
+
+    def __init__(self, folder: Path, target: nn.Module, answers: Sequence[Answer]):
+        self.files = sorted(folder.glob("features-*.safetensors"))
+        self.target: Any = target
+        self.answers = answers
+        self.device = next(target.parameters()).device
 
     def _text(self, index: int) -> tuple[Tensor, Tensor]:
         with safe_open(self.files[index // SHARD], framework="pt") as file:
@@ -116,7 +133,9 @@ def store(live: Live, parent: Path, target: str, batch: int, advance: Callable[[
             continue
         found: dict[str, Tensor] = {}
         for start in range(first, min(first + SHARD, len(live.answers)), batch):
-            found |= _observed(live, range(start, min(start + batch, first + SHARD, len(live.answers))))
+            chosen = range(start, min(start + batch, first + SHARD, len(live.answers)))
+            for i, (states, last) in zip(chosen, _observed(live, chosen), strict=True):
+                found |= {f"{i}.states": states.cpu(), f"{i}.last": last.cpu()}
         unfinished = file.with_suffix(".tmp")
         save_file(found, unfinished)
         unfinished.replace(file)
@@ -124,24 +143,21 @@ def store(live: Live, parent: Path, target: str, batch: int, advance: Callable[[
     return folder
 
 
-def _observed(live: Live, chosen: range) -> dict[str, Tensor]:
+def _observed(live: Live, chosen: range) -> list[tuple[Tensor, Tensor]]:
+    """(observed states, last hidden state) of texts. Raises SpecdecError where the logits are more than the output head
+    of the last state."""
     ids, _, lengths = _texts([live.answers[i] for i in chosen], live.device)
     states, logits, last = live.observe(ids, last=True)
     if not torch.allclose(live.target.get_output_embeddings()(last), logits, atol=1e-3, rtol=1e-3):
         raise SpecdecError("features: this target's logits are not its output head of its last state; use live")
     assert last is not None
-    made: dict[str, Tensor] = {}
-    for row, i in enumerate(chosen):
-        length = int(lengths[row])
-        made[f"{i}.states"] = states[row, :length].cpu().contiguous()
-        made[f"{i}.last"] = last[row, :length].cpu().contiguous()
-    return made
+    return [(states[row, :n].clone(), last[row, :n].clone()) for row, n in enumerate(lengths.tolist())]
 
 
 def _texts(answers: Sequence[Answer], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     ids = pad_sequence([torch.tensor(a.ids) for a in answers], batch_first=True)
     starts, lengths = torch.tensor([a.start for a in answers]), torch.tensor([len(a.ids) for a in answers])
-    return ids.to(device), starts.to(device), lengths.to(device)
+    return sent(ids, device), sent(starts, device), sent(lengths, device)
 
 
 def order(count: int, seed: int) -> Iterator[int]:

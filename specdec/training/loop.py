@@ -50,7 +50,10 @@ class Loop:
     mark: str
 
     def __post_init__(self) -> None:
-        optimisers, self.schedule = make_optimisers(self.task.module, self.config)
+        if self.config.minutes is not None and self.accelerator.num_processes > 1:
+            raise SpecdecError("minutes: clocks of several processes differ; give `steps` alone")
+        self.before, self.started = 0.0, time.perf_counter()
+        optimisers, self.schedule = make_optimisers(self.task.module, self.config, self._spent)
         self.module, *prepared = self.accelerator.prepare(self.task.module, *optimisers)
         self.optimiser = Together(prepared)
         self.parameters = [p for p in self.task.module.parameters() if p.requires_grad]
@@ -63,20 +66,36 @@ class Loop:
         chosen = self._chosen(done)
         if not done:
             log.write(self._entry(0, None, 0.0))
-        started = time.perf_counter()
+        self.started, self.before = time.perf_counter(), log.seconds
         for step in range(done + 1, config.steps + 1):
+            if self._spent() >= 1:
+                break  # a finished run that is started again
             loss = self._step(chosen)
-            seconds = time.perf_counter() - started
-            is_last = step == config.steps
+            seconds = self._seconds()
+            is_last = step == config.steps or self._spent() >= 1
             if step % config.eval_every == 0 or is_last:
                 log.write(self._entry(step, loss, seconds))
             elif step % 10 == 0:
                 log.write({"step": step, "loss": loss.item(), "seconds": seconds})
             if (step % config.checkpoint_every == 0 or is_last) and self.accelerator.is_main_process:
                 write_checkpoint(folder, self._state(), self.mark, step)
-            left = (time.perf_counter() - started) / (step - done) * (config.steps - step)
-            advance(f"{log.words(step)}, about {duration(left)} left")
+            advance(f"{log.words(step)}, about {duration(self._left(step, done))} left")
+            if is_last:
+                break
         return log.entries
+
+    def _seconds(self) -> float:
+        """Of the loop so far, those of an earlier part of the run included."""
+        return self.before + time.perf_counter() - self.started
+
+    def _spent(self) -> float:
+        """The share of the time limit that is gone; 0 without a limit."""
+        return self._seconds() / max(60 * self.config.minutes, 1e-9) if self.config.minutes is not None else 0.0
+
+    def _left(self, step: int, done: int) -> float:
+        """Seconds to the end, at the pace so far of the steps after `done`."""
+        left = (time.perf_counter() - self.started) / (step - done) * (self.config.steps - step)
+        return left if self.config.minutes is None else min(left, max(0.0, 60 * self.config.minutes - self._seconds()))
 
     def _step(self, chosen: Iterator[list[int]]) -> Tensor:
         """One optimiser step; returns its loss."""
@@ -137,6 +156,11 @@ class _Log:
                 raise SpecdecError(f"{file} has no entry up to step {done} of the checkpoint; remove the folder")
         if writes:
             write_atomically(file, "".join(json.dumps(e) + "\n" for e in self.entries))
+
+    @property
+    def seconds(self) -> float:
+        """What the run had taken at its last entry."""
+        return float(self.entries[-1]["seconds"]) if self.entries else 0.0
 
     def write(self, entry: dict[str, Any]) -> None:
         self.entries.append(entry)

@@ -8,6 +8,7 @@ out (`DraftVocabulary`): no draft could be accepted there by greedy decoding.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -56,15 +57,23 @@ class TargetDistribution:
     """
 
     def __init__(self, logits: Tensor, ids: Tensor | None, temperature: float):
-        wide = logits.float()
-        kept = wide if ids is None else wide[..., ids]
-        self.temperature = temperature
-        self.best = wide.argmax(-1)
-        self.ids = torch.arange(wide.shape[-1], device=wide.device) if ids is None else ids
-        self.log_p = kept.log_softmax(-1)
-        self.inside = torch.isin(self.best, self.ids)  # [B, S]
-        heat = temperature or 1.0
-        self.log_whole = kept / heat - (wide / heat).logsumexp(-1, keepdim=True)  # of the whole p, not renormalised
+        self.logits, self.temperature = logits, temperature
+        self.best = logits.argmax(-1)
+        every = torch.arange(logits.shape[-1], device=logits.device)
+        self.is_whole, self.ids = ids is None, every if ids is None else ids
+        self.log_p = self._kept(1.0).log_softmax(-1)
+        member = torch.zeros_like(every, dtype=torch.bool).index_fill(0, self.ids, True)
+        self.inside = member[self.best]  # [B, S]; without isin, which makes the host wait
+
+    def _kept(self, heat: float) -> Tensor:
+        """Logits of the draft vocabulary over a temperature, float32 [B, S, V_d]."""
+        return (self.logits if self.is_whole else self.logits[..., self.ids]).float() / heat
+
+    @cached_property
+    def log_whole(self) -> Tensor:
+        """Of the whole p at the temperature, not renormalised, [B, S, V_d]."""
+        heat = self.temperature or 1.0
+        return self._kept(heat) - (self.logits.float() / heat).logsumexp(-1, keepdim=True)
 
     def losses(self, name: str, logits: Tensor, first: int) -> Tensor:
         """The loss of draft logits [B, N, V_d], the first of which are for position `first`; [B, N]."""

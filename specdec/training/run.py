@@ -12,6 +12,7 @@ from specdec.decoder import SpeculativeDecoder
 from specdec.decoding.provenance import WeightHash
 from specdec.files.texts import check_writable
 from specdec.models.loading import LoadedPair
+from specdec.research.models.choice import locate
 from specdec.training.answers import (
     Answer,
     Plan,
@@ -25,7 +26,7 @@ from specdec.training.draft import DraftTask, make_draft
 from specdec.training.eagle3 import HeadTask
 from specdec.training.evaluate import Evaluation
 from specdec.training.exit import ExitTask, make_adapter
-from specdec.training.features import Live, Source, Stored, store
+from specdec.training.features import Kept, Live, Source, Stored, store
 from specdec.training.loop import Loop
 from specdec.training.new_head import make_head
 from specdec.training.skip_search import SkipSet, search_skip_sets
@@ -74,7 +75,7 @@ def _loaded(config: TrainingConfig) -> tuple[Accelerator, LoadedPair]:
     accelerator = Accelerator(cpu=config.device == "cpu" or not torch.cuda.is_available())
     check_writable(config.folder, "out", folder=True)
     pair = LoadedPair.load(
-        config.target,
+        locate(config.target),
         device=config.device or str(accelerator.device),
         dtype=config.dtype,
         trust_remote_code=config.trust_remote_code,
@@ -115,6 +116,8 @@ def _answers(
 def _source(config: TrainingConfig, live: Live, weights: str, advance: Advance) -> Source:
     if config.features == "live":
         return live
+    if config.features == "kept":
+        return Kept(live, config.batch, lambda: advance("making the target's states"))
     folder = store(
         live, config.folder / "features", weights, config.batch, lambda: advance("writing the target's states")
     )

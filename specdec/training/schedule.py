@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -13,12 +13,12 @@ from torch.optim.lr_scheduler import LambdaLR
 from specdec.training.config import Optimiser, TrainingConfig
 
 
-def factor(optimiser: Optimiser, steps: int, step: int) -> float:
+def factor(optimiser: Optimiser, steps: int, step: int, spent: float = 0.0) -> float:
     """What the learning rate is multiplied by in `step`, from 0: it rises to 1 in `warm_up` steps, and falls along a
-    cosine to `final` at the last one."""
+    cosine to `final` at the last one, or when all of the time is `spent`, a share from 0 to 1."""
     if step < optimiser.warm_up:
         return (step + 1) / optimiser.warm_up
-    done = min(1.0, (step + 1 - optimiser.warm_up) / max(1, steps - optimiser.warm_up))
+    done = min(1.0, max(spent, (step + 1 - optimiser.warm_up) / max(1, steps - optimiser.warm_up)))
     return optimiser.final + (1 - optimiser.final) * 0.5 * (1 + math.cos(math.pi * done))
 
 
@@ -44,8 +44,11 @@ class Together:
             part.load_state_dict(state[str(i)])
 
 
-def make_optimisers(module: nn.Module, config: TrainingConfig) -> tuple[list[Any], Together]:
-    """The optimisers of a module, AdamW first, and their schedules. Weights decay in matrices only."""
+def make_optimisers(
+    module: nn.Module, config: TrainingConfig, spent: Callable[[], float] = float
+) -> tuple[list[Any], Together]:
+    """The optimisers of a module, AdamW first, and their schedules. Weights decay in matrices only. spent: the share of
+    the time limit that is gone."""
     chosen = config.optimiser
     tables = {id(p) for m in module.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
@@ -61,4 +64,4 @@ def make_optimisers(module: nn.Module, config: TrainingConfig) -> tuple[list[Any
     if inner:
         decay = chosen.weight_decay
         made.append(Muon(inner, lr=chosen.muon, weight_decay=decay, adjust_lr_fn="match_rms_adamw"))
-    return made, Together([LambdaLR(o, lambda step: factor(chosen, config.steps, step)) for o in made])
+    return made, Together([LambdaLR(o, lambda step: factor(chosen, config.steps, step, spent())) for o in made])

@@ -24,7 +24,7 @@ FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"loss": "forward_kl"}, "did you mean 'forward-kl'"),
     ({"steps": 0}, "steps: expected a whole number >= 1"),
     ({"dtype": "bf16"}, "dtype: expected 'float32' or 'bfloat16'"),
-    ({"features": "cached"}, "features: expected 'live' or 'stored'"),
+    ({"features": "cached"}, "features: expected 'live' or 'kept' or 'stored'"),
     ({"optimiser": {"learning_rate": 1}}, "optimiser"),
     ({"optimiser": {"lr": "fast"}}, "lr: expected a finite number"),
     ({"optimiser": {"betas": [0.9]}}, "betas must be two numbers"),

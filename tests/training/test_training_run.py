@@ -25,7 +25,7 @@ from specdec.training import answers as answers_module
 from specdec.training import loop as loop_module
 from specdec.training.answers import Plan, parse_part, read_answers, write_answers
 from specdec.training.config import TrainingConfig
-from specdec.training.features import Live, Stored, order, store
+from specdec.training.features import Kept, Live, Stored, order, store
 from specdec.training.run import make_task, run_training
 from specdec.training.schedule import factor
 from tests.helpers.tiny import tiny_model
@@ -136,14 +136,15 @@ def test_a_part_is_i_of_n() -> None:
 # -- features and order ------------------------------------------------------------------------------------------------
 
 
-def test_stored_features_are_the_live_ones(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["stored", "kept"])
+def test_features_made_before_are_the_live_ones(kind: str, tmp_path: Path) -> None:
     model = tiny_model("llama", seed=1, num_hidden_layers=8, initializer_range=0.1)
     texts = [answers_module.Answer(tuple(range(3, 3 + n)), 2) for n in (9, 5, 12)]
     live = Live(model, (2, 4, 5), texts)
     folder = store(live, tmp_path, "weights", 2, lambda: None)
-    stored = Stored(folder, model, texts)
+    source = Kept(live, 2, lambda: None) if kind == "kept" else Stored(folder, model, texts)
     for chosen in ([0], [2, 1], [1, 0, 2]):
-        a, b = live(chosen), stored(chosen)
+        a, b = live(chosen), source(chosen)
         for name in ("ids", "starts", "lengths"):
             assert torch.equal(getattr(a, name), getattr(b, name))
         real = torch.arange(a.ids.shape[1]) < a.lengths[:, None]
@@ -167,6 +168,8 @@ def test_the_learning_rate_warms_up_and_falls_to_its_end(tmp_path: Path, target:
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
     assert rates[3:] == sorted(rates[3:], reverse=True)
     assert rates[-1] == pytest.approx(0.1)
+    assert factor(config.optimiser, 1_000, 10, spent=1.0) == pytest.approx(0.1)
+    assert factor(config.optimiser, 20, 10, spent=0.1) == factor(config.optimiser, 20, 10)
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------
@@ -193,6 +196,31 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_curve(
     assert [e["step"] for e in log_of(whole.folder)] == [0, 3, 6]
     a, b = (load_head(c.folder / "head").head.state_dict() for c in (whole, broken))
     assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_run_ends_by_the_clock_with_its_learning_rate_at_the_end(
+    tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter(range(0, 10_000, 6))  # every look at it is six seconds later
+    monkeypatch.setattr(loop_module.time, "perf_counter", lambda: next(clock))
+    config = small(tmp_path, target, steps=1_000, minutes=2, eval_tokens=0, optimiser={"warm_up": 1})
+    log = run_training(config, "eagle3", quiet)
+    last = log[-1]
+    assert 4 <= last["step"] <= 20
+    assert last["seconds"] >= 110
+    assert last["lr"] < 0.1 * max(entry["lr"] for entry in log)
+    assert (config.folder / "head").is_dir()
+    assert run_training(config, "eagle3", quiet)[-1] == last  # finished: no step more
+
+
+def test_prompts_are_trained_on_where_asked(tmp_path: Path, target: Path, decoder: SpeculativeDecoder) -> None:
+    data = settings(target, tmp_path)["data"]
+    config = small(tmp_path, target, data=data | {"whole": True})
+    plan = Plan.make(config, decoder.target.model, decoder.tokenizer)
+    write_answers(plan, decoder, config, (0, 1), lambda: None)
+    found = read_answers(plan, config)
+    assert found is not None
+    assert all(a.start == 0 for part in found for a in part)
 
 
 def test_a_finished_head_drafts_for_its_target(tmp_path: Path, target: Path, decoder: SpeculativeDecoder) -> None:
