@@ -9,7 +9,8 @@ import torch
 
 import specdec
 from specdec.errors import SpecdecError
-from specdec.research.models.inflate import PRESETS, SUPPORTED, Inflation, coarsen, inflate
+from specdec.research.models.inflate import PRESETS, SUPPORTED, Inflation, coarsen, inflate, inflate_head
+from tests.helpers.eagle3 import random_head
 from tests.helpers.tiny import tiny_model
 from tests.oracle import oracle_greedy
 
@@ -167,3 +168,25 @@ def test_coarsen_moves_from_the_model_to_its_rounding() -> None:
         coarsen(model, 1.5)
     with pytest.raises(SpecdecError, match="no projection matrices"):
         coarsen(torch.nn.Linear(2, 2), 0.5)
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["own tables", "the target's tables"])
+def test_an_inflated_head_drafts_for_the_inflated_model_what_the_head_drafts(own: bool) -> None:
+    model = tiny_model("llama", num_hidden_layers=4)
+    d, vocab = model.config.hidden_size, model.config.vocab_size
+    tables = {"own_embedding": own, "own_lm_head": own, "draft_vocab_size": 20 if own else vocab}
+    head = random_head(hidden_size=d, target_hidden_size=d, vocab_size=vocab, layer_ids=(1, 2, 3), **tables)
+    sizes = Inflation(**GROWN)
+    big, prompt = inflate(model, **GROWN), [[5, 6, 7, 8]]
+    drafted = []
+    for target, drafter in ((model, head), (big, inflate_head(head, model, sizes))):
+        decoder = specdec.SpeculativeDecoder(target, strategies=[specdec.Eagle3(head=drafter, n_max=3)])
+        drafted.append([r.draft for r in decoder.rounds(prompt[0], 12)])
+    assert drafted[0] == drafted[1]
+    assert len({tuple(d) for d in drafted[0]}) > 1
+
+
+def test_a_head_with_norms_before_fc_is_refused() -> None:
+    model = tiny_model("llama", num_hidden_layers=4)
+    with pytest.raises(SpecdecError, match="without norms before fc"):
+        inflate_head(random_head(fc_norm=True), model, Inflation(hidden_size=128))

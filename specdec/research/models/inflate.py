@@ -11,6 +11,8 @@ and its epsilon, times d / d', undo exactly. Added heads and MLP neurons are rea
 as the model class initialises it: no kernel sees an easy case. Old coordinates are spread evenly between new ones, so
 that sums are taken over the whole width as in a real model.
 
+`inflate_head` makes an EAGLE head for the small model one for the large.
+
 `coarsen` goes the other way: a worse model of the same shapes, which makes a draft of any quality out of a target.
 """
 
@@ -18,13 +20,14 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from specdec.config import check_number, check_whole
+from specdec.drafters.eagle3 import EagleHead
 from specdec.errors import SpecdecError
 
 # Architectures whose layers are norm, attention, norm, gated MLP, with the parameter names of transformers' Llama. Not
@@ -125,6 +128,33 @@ def inflate(
             _place(parameter, small[name].double() * math.sqrt(d / wide) if norm else small[name], name, index)
     big.generation_config = copy.deepcopy(model.generation_config)
     return big.eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def inflate_head(head: EagleHead, model: Any, sizes: Inflation) -> EagleHead:
+    """A head with the same drafts for the inflated `model`, in float32.
+
+    It observes the same layers, and its `fc` [H, 3 * D] has the columns of `head` where the large model's states hold
+    the small one's numbers. Its own width stays, so it has tables of its own, those of `model` where `head` borrowed
+    them. Raises SpecdecError for heads that norm the states before `fc`, and for sizes below the model's own.
+    """
+    config = head.config
+    if config.version != 3 or config.fc_norm or config.norm_before_fc:
+        raise SpecdecError("inflate: only EAGLE-3 heads without norms before fc can be inflated")
+    d, wide = model.config.hidden_size, _grown_config(model.config, sizes).hidden_size
+    own_lm_head = not (config.tied and config.own_embedding)
+    layers = config.observed_layers(model.config.num_hidden_layers)
+    grown = replace(config, target_hidden_size=wide, layer_ids=layers, own_embedding=True, own_lm_head=own_lm_head)
+    state = {name: tensor.float() for name, tensor in head.state_dict().items()}
+    columns = torch.cat([_spread(d, wide) + i * wide for i in range(config.observed)])
+    narrow = state["fc.weight"]
+    state["fc.weight"] = narrow.new_zeros(len(narrow), grown.observed_size).index_copy(1, columns, narrow)
+    state.setdefault("embed_tokens.weight", model.get_input_embeddings().weight.float())
+    if own_lm_head:
+        state.setdefault("lm_head.weight", model.get_output_embeddings().weight.float())
+    made = EagleHead(grown, head.d2t)
+    made.load_state_dict(state)
+    return made.eval().requires_grad_(False)
 
 
 def _grown_config(config: Any, sizes: Inflation) -> Any:
