@@ -8,11 +8,11 @@
     python scripts/write_results.py    # the tables of docs/validation.md and docs/eagle.md
 
 Greedy, `prompt-lookup`, `recycling` and `draft-model` on the same prompts; --draft, or --coarsen for a draft made of
-the target. With --head, an EAGLE head as chain and as trees in place of the draft, and `suffix`. The order of the groups
-is compared with that of the published speed-ups (`PUBLISHED`) by Spearman's rank correlation. --texts: kept greedy texts
-of the target; on a CPU, texts of the runs must begin them (elsewhere plain decoding's are made anew), and
-`prompt-lookup`, which reads ids alone, is replayed on all of them. The result is written after every batch: a run may
-be stopped.
+the target. With --head, an EAGLE head as chain and as trees in place of the draft, and `suffix`. The order of the
+groups is compared with that of the published speed-ups (`PUBLISHED`) by Spearman's rank correlation. --texts: kept
+greedy texts of the target; on a CPU, texts of the runs must begin them (elsewhere plain decoding's are made anew),
+and `prompt-lookup`, which reads ids alone, is replayed on all of them. The result is written after every batch: a run
+may be stopped.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec import SpeculativeDecoder
+from specdec.models.loading import pick_device
 from specdec.research.models.choice import locate
 from specdec.research.prompts.datasets import load_prompts
 
@@ -69,7 +70,9 @@ def main() -> None:
     parser.add_argument("--device")
     args = parser.parse_args()
     measured = [turn for prompt in load_prompts("spec-bench", turns="all") for turn in prompt.turns]
-    decoder = SpeculativeDecoder.from_pretrained(locate(args.target), device=args.device, strategies=[])
+    device = pick_device(args.device)
+    how = {"device": device, "compile": "graph" if device.type == "cuda" else "off"}
+    decoder = SpeculativeDecoder.from_pretrained(locate(args.target), strategies=[], **how)
     own = [prompt.text.strip() for name in ("gsm8k", "humaneval") for prompt in load_prompts(name)]
     kept = without([*own, *written(decoder, args.count)], measured)
     random.Random(0).shuffle(kept)

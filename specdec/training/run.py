@@ -108,7 +108,9 @@ def _answers(
     found = None if part else read_answers(plan, config)
     if found is not None:
         return found
-    decoder = SpeculativeDecoder(target, None, tokenizer, strategies=[])
+    # Compiling takes longer than it gains: widths are few, and answers are written once.
+    how = "graph" if next(target.parameters()).device.type == "cuda" else "off"
+    decoder = SpeculativeDecoder(target, None, tokenizer, strategies=[], compile=how)
     write_answers(plan, decoder, config, part or (0, 1), lambda: advance("writing answers"))
     return None if part else read_answers(plan, config)
 
