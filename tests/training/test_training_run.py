@@ -201,12 +201,12 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_curve(
 def test_a_run_ends_by_the_clock_with_its_learning_rate_at_the_end(
     tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = iter(range(0, 10_000, 6))  # every look at it is six seconds later
+    clock = iter(range(0, 10_000, 2))  # every look at it is two seconds later
     monkeypatch.setattr(loop_module.time, "perf_counter", lambda: next(clock))
     config = small(tmp_path, target, steps=1_000, minutes=2, eval_tokens=0, optimiser={"warm_up": 1})
     log = run_training(config, "eagle3", quiet)
     last = log[-1]
-    assert 4 <= last["step"] <= 20
+    assert 4 <= last["step"] <= 40
     assert last["seconds"] >= 110
     assert last["lr"] < 0.1 * max(entry["lr"] for entry in log)
     assert (config.folder / "head").is_dir()
