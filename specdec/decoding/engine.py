@@ -116,11 +116,14 @@ class Engine:
 
     def start_next_drafts(self, active: ActiveRows, pending: PendingResult) -> None:
         """Start the next drafts from the verdict on the device, before the host has read it, if a strategy can."""
+        if not self.chain.can_pipeline:
+            return
         drafts = [row.pending for _, row in active if row.pending is not None]
         chunked = any(not 0 < len(draft) < self.shapes.verify_width for draft in drafts)
-        if self.chain.can_pipeline and not chunked:
-            requests = [self._request(b, row) for b, row in active]
-            with self.clock.phase("draft", early=True):
+        requests = [self._request(b, row) for b, row in active]
+        with self.clock.phase("draft", early=True):
+            self.chain.plan(requests)
+            if not chunked:
                 self.chain.pipeline(requests, pending.on_device["accepted"], pending.on_device["token"])
 
     # -- 5 commit and trim -----------------------------------------------------------------------------------------

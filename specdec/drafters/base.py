@@ -348,8 +348,11 @@ class Drafter:
     def observe(self, output: PassOutput) -> None:
         """See a target pass, if the strategy has `observed_layers`."""
 
-    def pipeline(self, requests: Sequence[DraftRequest], accepted: Tensor, token: Tensor) -> bool:
-        """Start the next drafts from the verdict on the device: accepted [B], token [B]. Returns True if it did."""
+    def pipeline(self, requests: Sequence[DraftRequest], accepted: Tensor, token: Tensor, n: int | None = None) -> bool:
+        """Start the next drafts from the verdict on the device: accepted [B], token [B]. Returns True if it did.
+
+        n: tokens of the longest; None = the strategy's own length
+        """
         return False
 
     def fresh(self, context: DraftContext) -> Any:

@@ -148,16 +148,31 @@ class Chain:
 
     @property
     def can_pipeline(self) -> bool:
-        """True if one strategy is alone, with a fixed length, and can start before the host knows the verdict."""
-        return self.lengths is None and len(self.drafters) == 1 and self.drafters[0].can_pipeline
+        """True if one strategy is alone and can start before the host knows the verdict, and so can its lengths."""
+        alone = len(self.drafters) == 1 and self.drafters[0].can_pipeline
+        # A draft that overlaps the verify pass goes on after all of a whole draft, which a chosen length may cut.
+        return alone and (self.lengths is None or (self.lengths.can_plan and not self.drafters[0].overlapped))
+
+    def plan(self, requests: Sequence[DraftRequest]) -> None:
+        """Choose the lengths of the next drafts before the verdict on those of `requests`, where they are chosen.
+
+        Also where nothing is then pipelined, which other rows decide about: a row's lengths must not depend on them.
+        """
+        if self.lengths is not None:
+            self.lengths.plan(0, [r for r in requests if r.row in self.winner])
 
     def pipeline(self, requests: Sequence[DraftRequest], accepted: Tensor, token: Tensor) -> bool:
         """Let the strategy, if it `can_pipeline`, start the next drafts from the verdict on the device.
 
         accepted [B], token [B]: the verdict. Returns True if it did.
         """
-        started = time.perf_counter()
-        is_started = self.drafters[0].pipeline(requests, accepted, token)
+        started, n = time.perf_counter(), []
+        if self.lengths is not None:
+            planned = [self.lengths.planned.get(r.row, 0) for r in requests]
+            if not all(planned):
+                return False
+            n = [max(planned)]
+        is_started = self.drafters[0].pipeline(requests, accepted, token, *n)
         self.counters[self.labels[0]].t_draft += time.perf_counter() - started
         return is_started
 

@@ -97,7 +97,10 @@ class LengthController:
     free: the text does not depend on drafts; then the rows of a round share one length, since a pass is as wide as its
         longest draft. Otherwise each row chooses as if it were alone.
     `budget[row]`, in plain rounds, is what may be lost against plain decoding.
+    `planned[row]`: the length of its next draft, where that starts before the verdict on this one (`plan`).
     """
+
+    can_plan = True
 
     def __init__(
         self, drafters: Sequence[Drafter], chosen: Sequence[bool], costs: CostTable, shapes: Shapes, batch: int,
@@ -114,6 +117,7 @@ class LengthController:
         self.budget: dict[int, float] = {}
         self.waiting = 0  # prompts without a slot
         self.asked: dict[int, int] = {}  # row -> tokens to verify, in the open round
+        self.planned: dict[int, int] = {}
         self.rounds: dict[int, _Round] = {}  # row -> its open round
         self.calls = _CALLS / max(1, sum(a and f for a, f in zip(self.automatic, self.free, strict=True)))
         self.passes = lru_cache(64)(self._passes)
@@ -123,8 +127,8 @@ class LengthController:
 
     def begin(self, row: int) -> None:
         """Forget a row: another text takes its slot."""
-        self.budget.pop(row, None)
-        self.rounds.pop(row, None)
+        for of_row in (self.budget, self.rounds, self.planned):
+            of_row.pop(row, None)
         for known in self.known:
             known.pop(row, None)
 
@@ -148,7 +152,7 @@ class LengthController:
         asked: dict[int, DraftRequest] = {}
         for group in [list(requests)] if self.together else [[i] for i in requests]:
             rows = [requests[i] for i in group]
-            k = self._choose(index, rows)
+            k = self._take_plan(rows) or self._choose(index, rows)
             probed = self._begin_draft(index, rows, k)
             for i, request in zip(group, rows, strict=True):
                 n = self.asked[request.row] = min(k, request.n_max)
@@ -184,7 +188,27 @@ class LengthController:
             known.learn(n_accepted, wrong=drafted > n_accepted)
             known.read += min(n_accepted, max(0, drafted - 1))
 
+    def plan(self, index: int, requests: Sequence[DraftRequest]) -> None:
+        """Choose lengths of the next drafts of rows whose drafts are being verified, by what was known before them.
+
+        Not where no draft pays, or where it would depend on the verdict if the budget allows it: there the next round
+        chooses.
+        """
+        self.planned = {}
+        drafted = [r for r in requests if r.row in self.rounds]
+        for group in [drafted] if self.together and drafted else [[r] for r in drafted]:
+            now = self.rounds[group[0].row]
+            owed = (now.seconds[1 + now.longest] + now.drafting) / now.seconds[1] - 1.0
+            nothing_yet = _Round(now.rows, now.context, now.seconds)
+            k, at_worst = (self._best(index, group, nothing_yet, spent)[1] for spent in (0.0, owed))
+            self.planned.update({r.row: k for r in group if k == at_worst > 0})
+
     # -- choosing ------------------------------------------------------------------------------------------------
+
+    def _take_plan(self, rows: Sequence[DraftRequest]) -> int:
+        """Return the length that was planned for all of these rows; 0 if none was for some."""
+        planned = [self.planned.pop(r.row, 0) for r in rows]
+        return max(planned) if all(planned) else 0
 
     def _choose(self, index: int, rows: Sequence[DraftRequest]) -> int:
         """Choose the k with the most expected tokens per second, 0 included; rarely 1 in its place, to learn."""
@@ -195,10 +219,16 @@ class LengthController:
         idle = min(self._of(index, r).idle for r in rows)
         return 1 if probe and k == 0 and not self.free[index] and idle >= _PROBE else k
 
-    def _best(self, index: int, rows: Sequence[DraftRequest]) -> tuple[float, int, bool]:
-        """Return (tokens per second, the k that gives them, True if one token is worth a try) for a strategy."""
-        now, limits = self.rounds[rows[0].row], [min(r.n_max, self.most[index]) for r in rows]
-        budgets = [self.budget[row] for row in now.rows]
+    def _best(
+        self, index: int, rows: Sequence[DraftRequest], now: _Round | None = None, owed: float = 0.0
+    ) -> tuple[float, int, bool]:  # fmt: skip
+        """Return (tokens per second, the k that gives them, True if one token is worth a try) for a strategy.
+
+        now: the round; None = the open one
+        owed: what the rows' budgets lose before it, in plain rounds
+        """
+        now, limits = now or self.rounds[rows[0].row], [min(r.n_max, self.most[index]) for r in rows]
+        budgets = [self.budget[row] - owed for row in now.rows]
         # The call lasts as long as its slowest row, unless slots of fast rows are used again.
         budget = sum(budgets) / len(budgets) if self.waiting >= self.batch else min(budgets)
         first, step, reading = self._drafting(index, rows)

@@ -214,10 +214,16 @@ class Goodput(LengthController):
 class PolicyLengths:
     """Draft lengths of one call by policies, as `LengthController` for the chain; None: the strategy's own length."""
 
+    can_plan = False  # a policy knows what all rounds before have taught it
+
+    def plan(self, index: int, requests: Sequence[DraftRequest]) -> None:
+        """Nothing."""
+
     def __init__(self, drafters: Sequence[Any], policy: LengthPolicy, chosen: Sequence[bool], longest: int):
         self.automatic, self.longest = list(chosen), longest
         self.policies = [copy.deepcopy(policy) for _ in drafters]
         self.asked: dict[int, int] = {}  # row -> tokens to verify, in the open round
+        self.planned: dict[int, int] = {}  # none, see `can_plan`
         for drafter, own, is_chosen in zip(drafters, self.policies, chosen, strict=True):
             if is_chosen and own.rule is not None:
                 drafter.stop_by(own.rule, own.levels)

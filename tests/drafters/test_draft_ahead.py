@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from specdec import CostTable
+from specdec.drafters import length
 from specdec.drafters.draft_model import pipelined as draft_ahead
 from specdec.drafters.draft_model import strategy as draft_model
 from specdec.drafters.draft_model.core import POSITIONS, STARTS, TOKENS
@@ -52,9 +54,9 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
 @pytest.mark.parametrize("call", CALLS)
 def test_drafts_made_ahead_are_those_that_would_have_been_made(call: str, batch: int, looks: Counter[bool]) -> None:
     eager, ahead = decoder(), decoder(Rerun)
-    for prompts, length in ((PROMPTS, 16), (PROMPTS[1:3], 24)):
+    for prompts, tokens in ((PROMPTS, 16), (PROMPTS[1:3], 24)):
         options = {"ignore_eos": True, "batch_size": batch, **CALLS[call]}
-        expected, out = (d.generate(prompts, length, **options) for d in (eager, ahead))
+        expected, out = (d.generate(prompts, tokens, **options) for d in (eager, ahead))
         assert out.token_ids == expected.token_ids
         assert out.stats.rows == expected.stats.rows  # drafted and accepted tokens of every round
         assert out.stats.verify_passes == expected.stats.verify_passes == out.stats.host_reads
@@ -64,6 +66,43 @@ def test_drafts_made_ahead_are_those_that_would_have_been_made(call: str, batch:
     assert looks[True] > 0 or call == "more than a pass"
     if batch > 1 and call == "stops":
         assert looks[False] > 0  # a slot was taken over by the next prompt
+
+
+FLAT = CostTable((((1.0, 1.02),),), (((0.25, 0.3),),), widths=(1, 17))
+AUTOMATIC: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"temperature": 0.9},
+    "coupled": {"temperature": 0.9, "acceptance": "coupled"},
+    "p_min": {"strategies": ["draft-model:p_min=0.3"], "temperature": 0.9},
+    "processors": {"repetition_penalty": 1.4, "temperature": 0.9},
+    "stops": {"eos_token_id": list(range(0, 128, 9)), "ignore_eos": False},
+}
+
+
+@pytest.mark.fast(2)
+@pytest.mark.parametrize("call", AUTOMATIC)
+@pytest.mark.parametrize("batch", [3, 1])
+def test_automatic_lengths_are_the_same_whether_drafts_are_made_ahead_or_not(
+    call: str, batch: int, looks: Counter[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The length is chosen before the verdict in either case; so rows never depend on whether their neighbours allow
+    it. Every row of a sampled batch is that of a call of its own."""
+    monkeypatch.setattr(length, "_MAY_LOSE", 10.0)  # short texts are worth no budget
+    options = {"ignore_eos": True, "strategies": ["draft-model"], "seed": [5, 6, 7, 8, 9], "costs": FLAT}
+    options |= AUTOMATIC[call]
+    ahead = decoder(Rerun).generate(PROMPTS, 16, batch_size=batch, **options)
+    taken = looks[True]
+    assert taken > 0
+    monkeypatch.setattr(draft_model, "possible", lambda *arguments: False)
+    later = decoder(Rerun).generate(PROMPTS, 16, batch_size=batch, **options)
+    assert looks[True] == taken
+    assert later.token_ids == ahead.token_ids
+    assert later.stats.rows == ahead.stats.rows
+    if call == "sampled":
+        own = [{**options, "seed": [seed]} for seed in options["seed"]]
+        single = [decoder(Rerun).generate([p], 16, **alone) for p, alone in zip(PROMPTS, own, strict=True)]
+        assert [out.token_ids[0] for out in single] == ahead.token_ids
+        assert [out.stats.rows[0] for out in single] == ahead.stats.rows
 
 
 def test_most_rounds_of_a_row_find_their_draft_made(looks: Counter[bool]) -> None:
@@ -78,7 +117,7 @@ def test_most_rounds_of_a_row_find_their_draft_made(looks: Counter[bool]) -> Non
     "options",
     [
         {"strategies": ["prompt-lookup", "draft-model:n_max=3"]},
-        {"strategies": ["draft-model"]},
+        {"strategies": ["draft-model"], "length_policy": "heuristic"},
         {"strategies": ["draft-model:tree=2x2"]},
         {**FIXED, "logits_processor": [lambda ids, scores: scores - 0.1 * ids.shape[1]]},
     ],

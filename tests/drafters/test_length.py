@@ -125,13 +125,22 @@ def gpu(draft: float) -> CostTable:
     )
 
 
+class Ahead(ScriptedModel):
+    """Its next draft starts before the verdict on the last one."""
+
+    can_pipeline = True
+
+
 @pytest.mark.parametrize("a", [0.6, 0.8, 0.9])
 @pytest.mark.parametrize("draft", [0.08, 0.1, 0.14])
-def test_on_a_gpu_the_length_is_nearly_as_good_as_the_best_fixed_one(draft: float, a: float) -> None:
+@pytest.mark.parametrize("kind", [ScriptedModel, Ahead])
+def test_on_a_gpu_the_length_is_nearly_as_good_as_the_best_fixed_one(
+    kind: type[ScriptedModel], draft: float, a: float
+) -> None:
     costs, n, best = gpu(draft), 128, dict.fromkeys(range(9), 0.0)
     for seed in range(8):
         script = [bool(x) for x in np.random.default_rng(seed).random(n) < a]
-        best[0] += run(ScriptedModel(script, costs), costs, n)[1]
+        best[0] += run(kind(script, costs), costs, n)[1]
         for k in range(1, 9):
             model = ScriptedModel(script, costs)
             records = replay(Chain([model]), *text(n), n_max=k)

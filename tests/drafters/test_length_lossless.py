@@ -40,6 +40,15 @@ def _bold(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+class Ahead(DraftModel):
+    """Its lengths are chosen before the verdict on the last draft, as where drafts start before it."""
+
+    can_pipeline = True
+
+    def pipeline(self, *arguments: Any) -> bool:
+        return False
+
+
 def sample(strategies: Any, n: int, rule: AcceptanceRule | str = "leviathan", flat: bool = False) -> Generation:
     """n samples of three tokens; the prompt is prefilled once. flat: a draft that thinks all tokens equally likely."""
     draft = small_model(1, V)
@@ -61,8 +70,8 @@ def fitted(out: Generation) -> Fit:
 @pytest.mark.fast(1, again=True)
 @pytest.mark.parametrize(
     "strategies",
-    [[DraftModel()], [DraftModel(p_min=0.22)], [PromptLookup(), DraftModel()]],
-    ids=["model", "p_min", "chain"],
+    [[DraftModel()], [DraftModel(p_min=0.22)], [PromptLookup(), DraftModel()], [Ahead()]],
+    ids=["model", "p_min", "chain", "ahead"],
 )
 def test_the_first_three_tokens_follow_the_targets_law_with_automatic_length(
     strategies: list[Any], record_property: Any
@@ -72,7 +81,8 @@ def test_the_first_three_tokens_follow_the_targets_law_with_automatic_length(
     record_property("fit", str(result))
     assert result.holds, str(result)
     counts = out.stats.counters["draft-model"]
-    assert counts.n_skipped > SAMPLES / 20  # lengths did change within the three tokens
+    if not isinstance(strategies[0], Ahead):  # which learns too late for three tokens
+        assert counts.n_skipped > SAMPLES / 20  # lengths did change within the three tokens
     assert sum(counts.n_asked_per_length[1:]) > SAMPLES / 10
     assert out.stats.accepted_tokens > SAMPLES / 20
 

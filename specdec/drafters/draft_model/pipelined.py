@@ -5,7 +5,8 @@ next draft. A draft model only needs two numbers of the verdict per row, and the
 is launched right after the verify pass, and takes them from there. When the host has read them too, the draft is there;
 if another row has taken a slot meanwhile, it is dropped.
 
-Used only if one strategy drafts chains of fixed length, recorded, with room for a whole draft whatever is accepted.
+Used only if one strategy drafts chains, recorded, with room for a whole draft whatever is accepted. An automatic length
+is then chosen before the verdict too (`LengthController.plan`).
 
 A draft model on a GPU of its own *overlaps*: it does not wait for the verdict, but drafts on while the target verifies,
 as if all were accepted. Its next token is a guess at the target's own; a row whose guess was right has its next draft
@@ -188,8 +189,8 @@ def take_rows(core: DraftCore, made: Overlapped, requests: Sequence[DraftRequest
     return right
 
 
-def take(core: DraftCore, ahead: Ahead, requests: Sequence[DraftRequest]) -> bool:
-    """Count a pipelined draft as fed, if it is what `requests` ask for; returns True if it is.
+def take(core: DraftCore, ahead: Ahead, requests: Sequence[DraftRequest], longest: int) -> bool:
+    """Count a pipelined draft as fed, if it is what `requests` ask for, up to `longest` tokens; returns True if it is.
 
     If not, nothing has happened: the slots that were written lie after every row's length.
     """
@@ -197,7 +198,7 @@ def take(core: DraftCore, ahead: Ahead, requests: Sequence[DraftRequest]) -> boo
         size, accepted = ahead.sizes.get(r.row), core.accepted.get(r.row)
         if size is None or accepted is None or len(r.tokens) != size + accepted:
             return False
-        if core.room(r, ahead.steps) < ahead.steps:
+        if ahead.steps < longest or core.room(r.up_to(0), ahead.steps) < ahead.steps:
             return False
     for r in requests:
         core.length[r.row] = core.write(r)

@@ -196,9 +196,10 @@ class DraftModel(Drafter):
             trees = make(self, [r for r, _ in work], [n for _, n in work]).grow()
             return [trees.get(r.row, Draft()) for r in requests]
         wanted, ahead, self._ahead = [r for r, _ in work], self._ahead, None
+        longest = max(n for _, n in work)
         if isinstance(ahead, Overlapped):
             proposal = self._after_guess(ahead, wanted, depth)
-        elif ahead is not None and len(work) == len(requests) and take(self._core, ahead, wanted):
+        elif ahead is not None and len(work) == len(requests) and take(self._core, ahead, wanted, longest):
             proposal = ahead.proposal
         else:
             proposal = self._propose(wanted, depth)
@@ -224,8 +225,8 @@ class DraftModel(Drafter):
         """True for chains that overlap, or whose draft steps are recorded."""
         return not self.makes_trees and (bool(self.overlap) or self._core.runner.graphs is not None)
 
-    def pipeline(self, requests: Sequence[DraftRequest], accepted: Tensor, token: Tensor) -> bool:
-        k = self.n_max or 0
+    def pipeline(self, requests: Sequence[DraftRequest], accepted: Tensor, token: Tensor, n: int | None = None) -> bool:
+        k = (self.n_max or 0) if n is None else self.steps(n)
         if self._proposal is None:
             return False
         judged = self._proposal.tokens

@@ -120,6 +120,8 @@ def replay(chain: Chain, prompt: np.ndarray, output: np.ndarray, n_max: int = 0,
             request = DraftRequest(row, ids[: size - 1], int(ids[size - 1]), limit, size - 1)
             [draft] = chain.draft([request])
             drafted, strategy = [int(t) for t in draft.tokens], draft.drafter or None
+            if chain.can_pipeline:
+                chain.plan([request])
         accepted = common_prefix(ids[size:], np.array(drafted, dtype=np.int64))
         chain.accept(row, accepted)
         records.append(RoundRecord(strategy, len(drafted), accepted))
