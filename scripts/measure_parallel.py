@@ -1,0 +1,294 @@
+"""Two GPUs against one: tensor parallel, prompts shared by processes, the draft on a GPU of its own, layers on both.
+
+    python scripts/measure_parallel.py --out results/parallel_h200.json   # two GPUs, about 5 minutes, 15 GB of disk
+    python scripts/measure_parallel.py --tiny --out FILE                  # the same steps with toys on a CPU, by gloo
+
+The target is the embedded one grown to 6.4 billion parameters, the draft the embedded one grown to 0.75: they cost what
+such models cost, and accept what the embedded pair accepts. One process measures one GPU, a draft on a second one, and
+layers on both; then torchrun starts two processes, which first share the prompts and then the model. Passes are
+recorded (`--compile graph`) in all layouts but that of layers, since a spread model is not compiled; "compiled" is one
+GPU as it is by default. A time is the best of REPEATS calls after one that records. Texts are compared in exact mode.
+
+"plain N": N prompts in batches of up to 8, 128 new tokens each; "prompts": 8 long prompts and one new token; "draft":
+one prompt with drafts of 3 tokens, where texts are compared with plain ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import specdec
+from specdec.files.compact_json import write_json
+from specdec.models.loading import LoadedPair, inspect_pair
+from specdec.research.bench import origin
+from specdec.research.models.inflate import Inflation, inflate
+
+TARGET = Inflation(hidden_size=4096, layers=33, intermediate_size=12288, kv_heads=42)  # 6.4e9, halves of 63 heads
+DRAFT = Inflation(hidden_size=2048, layers=16, intermediate_size=6144, kv_heads=21)  # 0.75e9
+PROMPTS = (
+    "def read_lines(path):", "class Stack:\n    def __init__(self):", "import os\n\n\ndef main():", "with open(path)",
+    'def join(self, timeout=None):\n    """Wait', "try:\n    import json\nexcept", "    return self._value\n\n    def",
+    "def test_empty():\n    assert", "class Node:\n    def", "for i in range(10):", "def __eq__(self, other):",
+    "raise ValueError(", "if __name__ == ", "    for key, value in", "def parse(text):\n    tokens =", "async def run",
+)  # fmt: skip
+NEW_TOKENS, REPEATS, DRAFTED, LONG = 128, 3, 3, 1500
+LIMIT, TINY_LIMIT = 150, 900  # seconds for each of the two stages
+ONE, PAIR = "one", "pair"
+
+
+class Stage:
+    """One process of a stage: it measures, and the first one writes `file` after every layout."""
+
+    def __init__(self, folder: Path, name: str, tiny: bool, compile: str):
+        self.folder, self.tiny, self.file = folder, tiny, folder / f"{name}.json"
+        self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self.cuda = torch.cuda.is_available() and not tiny
+        self.compile = compile if self.cuda else "off"
+        self.found: dict[str, Any] = {}
+        self.shelf: dict[str, Any] = {}
+        self.tokens, self.repeats = (8, 1) if tiny else (NEW_TOKENS, REPEATS)
+
+    def device(self, index: int) -> str:
+        return f"cuda:{index}" if self.cuda else "cpu"
+
+    def decoder(self, draft: bool = True, compile: str | None = None, **options: Any) -> specdec.SpeculativeDecoder:
+        """A decoder in exact mode; models are loaded once for each place."""
+        dtype = "bfloat16" if self.cuda else "float32"
+        options |= {"dtype": dtype, **({"draft_dtype": dtype} if draft else {})}
+        paths = [str(self.folder / role) for role in ("target", "draft")[: 1 + draft]]
+        pair = LoadedPair.load(*paths, shelf=self.shelf, **options)
+        models = pair.target, pair.draft, pair.tokenizer, pair.draft_tokenizer
+        return specdec.SpeculativeDecoder(*models, strategies=[], exact=True, compile=compile or self.compile)
+
+    def note(self, name: str, measure: Callable[[], dict[str, Any]]) -> None:
+        """Measure a layout and keep the figures; one that fails is noted, and the others are measured."""
+        started = time.perf_counter()
+        try:
+            self.found[name] = measure()
+        except Exception as error:
+            self.found[name] = {"failure": f"{type(error).__name__}: {error}".split("\n")[0]}
+        if self.rank == 0:
+            self.file.write_text(json.dumps(self.found), encoding="utf-8")
+            print(f"{name}: {time.perf_counter() - started:.0f} s", self.found[name].get("failure", ""), flush=True)
+        gc.collect()
+
+    def call(self, decoder: specdec.SpeculativeDecoder, rows: int, **options: Any) -> dict[str, Any]:
+        """Decode the first `rows` prompts: seconds, and the ids of the texts by the prompt's number."""
+        return self.timed(decoder, list(PROMPTS[:rows]), {"max_new_tokens": self.tokens, **options})
+
+    def long_prompts(self, decoder: specdec.SpeculativeDecoder) -> dict[str, Any]:
+        """Read 8 long prompts and add one token to each."""
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(1, 2048, (8, 40 if self.tiny else LONG), generator=generator).tolist()
+        return self.timed(decoder, ids, {"max_new_tokens": 1})
+
+    def drafting(self, decoder: specdec.SpeculativeDecoder, **option: bool) -> dict[str, Any]:
+        """Decode the first prompt with drafts."""
+        return self.call(decoder, 1, strategies=[specdec.DraftModel(n_max=DRAFTED, **option)])
+
+    def timed(self, decoder: specdec.SpeculativeDecoder, prompts: list[Any], options: dict[str, Any]) -> dict[str, Any]:
+        options = {"strategies": [], "ignore_eos": True, "batch_size": min(len(prompts), 8), **options}
+        out, best = decoder.generate(prompts, **options), float("inf")
+        for _ in range(self.repeats):
+            self.together()
+            started = time.perf_counter()
+            out = decoder.generate(prompts, **options)
+            self.together()
+            best = min(best, time.perf_counter() - started)
+        made = {"seconds": best, "compile": out.provenance["compile"], "ids": {r.index: r.token_ids for r in out}}
+        if options["strategies"]:
+            made |= {"tokens_per_round": out.stats.tokens_per_round, "overlap": out.provenance["overlap"]}
+        return made
+
+    def together(self) -> None:
+        """Wait for the other process."""
+        if self.size > 1 and dist.is_initialized():
+            dist.barrier()
+
+    def gathered(self, made: dict[str, Any]) -> list[dict[str, Any]]:
+        """What all processes have made."""
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, made)
+        return found
+
+
+def one(stage: Stage) -> None:
+    """One process: one GPU, the draft beside the target or on a second GPU, the target's layers on both."""
+    first, second = stage.device(0), stage.device(1)
+
+    def same_gpu() -> dict[str, Any]:
+        decoder = stage.decoder(device=first)
+        found = {f"plain {rows}": stage.call(decoder, rows) for rows in (1, 8, 16)}
+        return found | {"prompts": stage.long_prompts(decoder), "draft": stage.drafting(decoder)}
+
+    def own_gpu() -> dict[str, Any]:
+        decoder = stage.decoder(device=first, draft_device=second)
+        kinds = {"overlapped": True, "waiting": False}
+        return {name: stage.drafting(decoder, overlap=overlap) for name, overlap in kinds.items()}
+
+    def layers() -> dict[str, Any]:
+        count = inspect_pair(str(stage.folder / "target")).models[0].config.num_hidden_layers
+        places = {f"model.layers.{i}": first if i < count // 2 else second for i in range(count)}
+        places |= {"model.embed_tokens": first, "model.rotary_emb": first, "model.norm": second, "lm_head": first}
+        decoder = stage.decoder(device_map=places, draft_device=first, compile="off")
+        return {"plain 1": stage.call(decoder, 1), "draft": stage.drafting(decoder)}
+
+    stage.note("one GPU", same_gpu)
+    stage.note("draft's own GPU", own_gpu)
+    stage.note("layers on both", layers)
+    if stage.cuda:
+        stage.note("compiled", lambda: {"plain 1": stage.call(stage.decoder(False, "auto", device=first), 1)})
+
+
+def pair(stage: Stage) -> None:
+    """Two processes: they share the prompts, then the model."""
+    if stage.cuda:
+        torch.cuda.set_device(stage.rank)
+        dist.init_process_group("nccl", device_id=torch.device("cuda", stage.rank))
+    else:
+        dist.init_process_group("gloo")
+
+    def shards() -> dict[str, Any]:
+        decoder = stage.decoder(False, device=stage.device(stage.rank))
+        made = stage.call(decoder, 16, shard=f"{stage.rank}/{stage.size}")
+        parts = stage.gathered(made)
+        ids = {i: row for part in parts for i, row in part["ids"].items()}
+        return {"plain 16": {**made, "seconds": max(part["seconds"] for part in parts), "ids": ids}}
+
+    def spread() -> dict[str, Any]:
+        decoder = stage.decoder(tp_plan="auto")
+        found = {f"plain {rows}": stage.call(decoder, rows) for rows in (1, 8)}
+        found |= {"prompts": stage.long_prompts(decoder), "draft": stage.drafting(decoder)}
+        ids = {name: made["ids"] for name, made in found.items()}
+        return {**found, "same on every rank": all(other == ids for other in stage.gathered(ids))}
+
+    stage.note("prompts shared", shards)
+    stage.note("tensor parallel", spread)
+    stage.together()
+    os._exit(0)  # a communicator waits for recorded graphs that hold it, and they for the interpreter's end
+
+
+def save_models(folder: Path, tiny: bool) -> None:
+    """Save the pair that is measured."""
+    device = "cuda:0" if torch.cuda.is_available() and not tiny else "cpu"
+    pair = specdec.load_pair("demo-target", "demo-draft", device=device, dtype="float32" if tiny else "bfloat16")
+    for role, model, sizes in (("target", pair.target, TARGET), ("draft", pair.draft, DRAFT)):
+        made = model if tiny else inflate(model, **vars(sizes))
+        made.save_pretrained(folder / role, max_shard_size="4GB")
+        pair.tokenizer.save_pretrained(folder / role)
+
+
+def table(found: dict[str, Any]) -> list[tuple[str, str, float, str]]:
+    """Rows of (layout, what was measured, one GPU's time over its time, texts that are one GPU's)."""
+    base, rows = found["one GPU"], []
+
+    def add(layout: str, name: str, against: dict[str, Any], plain: dict[str, Any] | None = None) -> None:
+        made = found.get(layout, {}).get(name)
+        if made is None:
+            return
+        wanted = {str(i): row for i, row in (plain or against)["ids"].items()}
+        same = sum(wanted.get(str(i)) == row for i, row in made["ids"].items())
+        rows.append((layout, name, against["seconds"] / made["seconds"], f"{same} of {len(made['ids'])} texts equal"))
+
+    for name in ("plain 1", "plain 8", "prompts", "draft"):
+        add("tensor parallel", name, base[name])
+    add("prompts shared", "plain 16", base["plain 16"])
+    for name in ("waiting", "overlapped"):
+        add("draft's own GPU", name, base["draft"], base["plain 1"])
+    for name in ("plain 1", "draft"):
+        add("layers on both", name, base[name], base["plain 1"])
+    add("one GPU", "draft", base["plain 1"])
+    add("compiled", "plain 1", base["plain 1"])
+    return rows
+
+
+def within(found: dict[str, Any]) -> dict[str, bool]:
+    """Whether speculative texts are plain ones in each layout, and all ranks' are the same."""
+    made = {
+        name: f["draft"]["ids"] == f["plain 1"]["ids"] for name, f in found.items() if {"draft", "plain 1"} <= f.keys()
+    }
+    return made | {"ranks": found.get("tensor parallel", {}).get("same on every rank", False)}
+
+
+def run_stage(name: str, folder: Path, tiny: bool, compile: str) -> dict[str, Any]:
+    """Run a stage in processes of its own; returns what it measured before it ended or time was up."""
+    command = [sys.executable, __file__, "--stage", name, "--folder", str(folder), "--compile", compile]
+    command += ["--tiny"] if tiny else []
+    if name == PAIR:
+        command[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    # Two GPUs need no multicast, which some hosts do not allow.
+    environment = {"NCCL_NVLS_ENABLE": "0", "OMP_NUM_THREADS": "1" if tiny else "8", **os.environ}
+    paths = [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    limit = TINY_LIMIT if tiny else LIMIT
+    process = subprocess.Popen(command, env=environment, start_new_session=True)
+    try:
+        process.wait(limit)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)
+        print(f"{name}: stopped after {limit} s", flush=True)
+    file = folder / f"{name}.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, help="the JSON document")
+    parser.add_argument("--tiny", action="store_true", help="the embedded pair on a CPU")
+    parser.add_argument("--folder", type=Path, help="where the grown models are kept; default: a temporary folder")
+    parser.add_argument("--compile", choices=("graph", "off"), default="graph", help="how passes run")
+    parser.add_argument("--stage", choices=(ONE, PAIR), help=argparse.SUPPRESS)
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 8)))
+    if given.stage is not None:
+        {ONE: one, PAIR: pair}[given.stage](Stage(given.folder, given.stage, given.tiny, given.compile))
+        return
+    if not given.tiny and torch.cuda.device_count() < 2:
+        sys.exit("needs two GPUs; --tiny runs the same steps on a CPU")
+    folder = given.folder or Path(tempfile.mkdtemp(prefix="specdec-parallel-"))
+    try:
+        if not (folder / "draft").exists():
+            save_models(folder, given.tiny)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        found = {}
+        for name in (ONE, PAIR):
+            found |= run_stage(name, folder, given.tiny, given.compile)
+    finally:
+        if given.folder is None:
+            shutil.rmtree(folder)
+    report(found, given.out)
+
+
+def report(found: dict[str, Any], out: Path | None) -> None:
+    """Print the table, and write it with what was measured."""
+    failures = {name: f["failure"] for name, f in found.items() if "failure" in f}
+    measured = {name: f for name, f in found.items() if name not in failures}
+    rows = table(measured) if "one GPU" in measured else []
+    print(f"{'layout':<18}{'measured':<12}{'speed-up':>9}  texts against one GPU, plain")
+    for layout, name, ratio, texts in rows:
+        print(f"{layout:<18}{name:<12}{ratio:>8.2f}x  {texts}")
+    print("in each layout speculative = plain:", within(measured), failures or "")
+    if out is not None:
+        slim = {n: {k: {x: y for x, y in v.items() if x != "ids"} if isinstance(v, dict) else v for k, v in f.items()}
+                for n, f in found.items()}  # fmt: skip
+        document = {**origin(), "new_tokens": NEW_TOKENS, "n_max": DRAFTED, "rows": rows, "within": within(measured)}
+        write_json(out, {**document, "measured": slim})
+
+
+if __name__ == "__main__":
+    main()
