@@ -1,4 +1,4 @@
-"""The command line: `specdec demo | generate | check | bench | compare | ablate | results | lookup | trace |
+"""The command line: `specdec demo | generate | serve | check | bench | compare | ablate | results | lookup | trace |
 train | export | export-head`.
 
 Every verb prints tables for people, or with `--json` one JSON document on standard output and nothing else there;
@@ -29,6 +29,7 @@ HELP = {"help_option_names": ["-h", "--help"]}
 VERBS = {
     "demo": "Decode with the embedded pair, and show who proposed what.",
     "generate": "Generate from prompts, with any target and drafters.",
+    "serve": "Serve a pair under OpenAI's API, on this machine.",
     "check": "Say whether a target and a draft work together, and what memory they need.",
     "bench": "Measure speed against transformers and other implementations.",
     "compare": "Rank drafts and strategies for one target, and say why they differ.",

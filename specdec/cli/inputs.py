@@ -65,6 +65,17 @@ def make_run(
     base: RunConfig, options: Mapping[str, Any], strategies: str | None, prompts: Sequence[str], translate: bool = False
 ) -> RunConfig:
     """The run with what was typed in place of its own. Raises SpecdecError before any model is loaded."""
+    run = with_options(base, options, strategies, translate)
+    run = replace(run, prompts=tuple(prompts) or base.prompts)
+    if not run.prompts:
+        raise SpecdecError("no prompt: give --prompt, --prompt-file or --dataset")
+    return run
+
+
+def with_options(
+    base: RunConfig, options: Mapping[str, Any], strategies: str | None, translate: bool = False
+) -> RunConfig:  # fmt: skip
+    """The same for a run that needs no prompts. Raises SpecdecError."""
     from specdec.decoding.validation import check_chain, check_generation, check_loading
 
     check_loading(base.pair)
@@ -74,10 +85,7 @@ def make_run(
     chosen = chain(strategies, translate, has_draft, base.strategies)
     if chosen is not None:
         check_chain(chosen, has_draft, settings)
-    run = replace(base, generation=generation, prompts=tuple(prompts) or base.prompts, strategies=chosen)
-    if not run.prompts:
-        raise SpecdecError("no prompt: give --prompt, --prompt-file or --dataset")
-    return run
+    return replace(base, generation=generation, strategies=chosen)
 
 
 def named_prompts(texts: Sequence[str], files: Sequence[Path] = ()) -> list[Prompt]:

@@ -1,0 +1,4 @@
+"""The server behind `specdec serve`: OpenAI's requests in, a worker thread that owns the decoder, metrics out.
+
+FastAPI, uvicorn and prometheus_client (the extra `serve`) are imported here and nowhere else.
+"""
