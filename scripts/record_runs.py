@@ -3,8 +3,9 @@
     python scripts/record_runs.py --out before.json
     python scripts/record_runs.py --compare before.json
 
-Runs are all strategies and some chains, all rules, batches of 1 and 3, greedy and sampled, on the embedded pair, and
-some commands. Recorded are token ids, finish reasons and every figure but times and what names the code.
+Runs are the strategies that need nothing but the embedded models, some chains, lossless rules, batches of 1 and 3,
+greedy and sampled, and some commands. Recorded are token ids, finish reasons and every figure but times and what names
+the code. The comparison takes minutes.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import specdec
+from specdec.research.prompts.datasets import DATASETS
 
 PROMPTS = ["def fibonacci(n):\n", "import os\nimport sys\nimport os\n", "class Stack:\n    def push(self, item):\n"]
 CHAINS: dict[str, list[Any]] = {
     "plain": [],
-    **{name: [name] for name in specdec.STRATEGIES},
+    **{name: [name] for name in specdec.STRATEGIES if name not in ("rest", "eagle3", "dflash", "mtp")},
+    "rest": [f"rest:corpus={DATASETS['humaneval']}:nodes=12"],
+    "eagle3": ["eagle3:head=demo-head"],
     "fixed": [specdec.DraftModel(n_max=4)],
     "p_min": [specdec.DraftModel(n_max=6, p_min=0.4, n_min=1)],
     "branches": [specdec.DraftModel(n_max=4, branches=3)],
@@ -54,7 +58,7 @@ def library_runs() -> Iterator[tuple[str, Any]]:
     dec = specdec.SpeculativeDecoder.from_pretrained("demo-target", draft="demo-draft")
     settings = [("greedy", "leviathan", {})]
     settings += [("sampled", rule, SAMPLED) for rule in ("leviathan", "match", "coupled")]
-    settings += [("penalties", "leviathan", PENALTIES)]
+    settings += [("penalties", "leviathan", PENALTIES), ("logprobs", "match", {**SAMPLED, "output_logprobs": 2})]
     for name, chain in CHAINS.items():
         for kind, rule, options in settings:
             for batch in (1, 3):
@@ -62,6 +66,7 @@ def library_runs() -> Iterator[tuple[str, Any]]:
                     PROMPTS, 20, strategies=chain, acceptance=rule, batch_size=batch, draft_length="given", **options
                 )
                 result = {"token_ids": out.token_ids, "finish_reasons": out.finish_reasons, **out.stats.to_dict()}
+                result["top_logprobs"] = out.top_logprobs
                 yield f"{name} / {kind} / {rule} / batch {batch}", steady(result)
 
 

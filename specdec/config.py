@@ -22,6 +22,7 @@ import yaml
 from specdec.errors import SpecdecError, unknown_name
 from specdec.files.own_code import search_folder
 from specdec.files.texts import read_yaml
+from specdec.models.passes import WIDEST
 from specdec.sampling.constraints import PrefixProcessor
 from specdec.sampling.sampling import OWN_FIELDS, TEXT_FIELDS, WARPER_FIELDS
 
@@ -147,8 +148,8 @@ class GenerationSettings:
                 check_whole(name, getattr(self, name), least)
         for name, (low, high) in _RANGES.items():
             check_number(name, getattr(self, name), low, high)
-        if self.verify_width is not None and self.verify_width > 512:
-            raise SpecdecError(f"verify_width must be at most 512, got {self.verify_width}")
+        if self.verify_width is not None and self.verify_width > WIDEST:
+            raise SpecdecError(f"verify_width must be at most {WIDEST}, got {self.verify_width}")
         if self.top_p == 0:
             raise SpecdecError("top_p must be in (0, 1], got 0: it would leave no token")
         if self.repetition_penalty == 0:

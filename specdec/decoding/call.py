@@ -19,6 +19,7 @@ from specdec.decoding.row import Row, StopRules
 from specdec.decoding.shard import Shard
 from specdec.decoding.validation import naming_processors
 from specdec.decoding.verification import Verifier
+from specdec.decoding.verify_pass import Wanted
 from specdec.device.ambient import Steps
 from specdec.drafters.base import DraftContext
 from specdec.drafters.chain import build_chain
@@ -192,7 +193,8 @@ class Call:
         self.reads_before = decoder.reader.count
         self.recorded_before = {role: r.recorded for role, r in decoder._runners().items()}
         self.started = time.perf_counter()
-        wanted = self.settings.output_logprobs
+        logprobs = self.settings.output_logprobs
+        likely = 0 if isinstance(logprobs, bool) else logprobs
         verifier = Verifier(
             runner=target,
             cache=cache,
@@ -202,9 +204,7 @@ class Call:
             batch=self.batch,
             vocab_size=target.vocab_size,
             reader=decoder.reader,
-            record=self.record,
-            top=self.top,
-            logprobs=None if wanted is False else 0 if wanted is True else wanted,
+            wanted=Wanted(self.record, self.top, logprobs is not False, likely),
             observed=chain.observed_layers,
         )
         self.engine = Engine(verifier, chain, self.rows, kept)

@@ -7,7 +7,7 @@ It is `specdec/reference.py`, batched, cached and fast. A pass over the B slots 
     1 draft    rows without an open draft ask the chain of strategies; every row then has a draft, perhaps an empty one
     2 verify   the target sees [newest token, draft ...] of every row in one pass,
     3 accept   and the acceptance rule decides on the device how many drafted tokens are accepted,
-    4 token    and which token follows them (decoding/verification.py); pipelined drafting starts the next drafts from
+    4 token    and which token follows them (decoding/verify_pass.py); pipelined drafting starts the next drafts from
                that alone
     read       the decisions come to the host in one transfer
     5 commit   rows take their tokens and end at a stop; the cache is trimmed to what was accepted: a row's size is set,
@@ -30,8 +30,9 @@ from dataclasses import dataclass
 from specdec.decoding.admission import Admission
 from specdec.decoding.record import record_round
 from specdec.decoding.result import Round
-from specdec.decoding.row import Row
-from specdec.decoding.verification import PendingResult, RowVerdict, Verifier, VerifyResult
+from specdec.decoding.row import Row, RowVerdict
+from specdec.decoding.verification import Verifier
+from specdec.decoding.verify_result import PendingResult, VerifyResult
 from specdec.device.clock import Clock
 from specdec.drafters.base import NO_DRAFT, Draft, DraftRequest, RowNoise
 from specdec.drafters.chain import Chain
@@ -71,7 +72,7 @@ class Engine:
             self.clock.settle()  # the device is busy with this pass meanwhile
             result = pending.read()
             spans = self.clock.end_pass()
-            took = self.clock.seconds(spans, "draft", "verify") if self.verifier.record else {}
+            took = self.clock.seconds(spans, "draft", "verify") if self.verifier.wanted.p_and_q else {}
             yield self.commit(active, result, took)  # 5
 
     def admit(self) -> ActiveRows:
@@ -151,7 +152,7 @@ class Engine:
                 path = verdict.path[: len(emitted)]
                 moved += moves(slot, [n + 1 for n in path], start) if draft.parents is not None else []
                 self._close(slot, row, path if draft.parents is not None else None)
-            if self.verifier.record:
+            if self.verifier.wanted.p_and_q:
                 rounds.append(record_round(row, slot, draft, start, verdict, emitted, result, took))
         if self.verifier.texts is not None:
             self.verifier.texts.append(taken)

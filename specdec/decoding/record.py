@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from specdec.decoding.probe import RoundDetails, details_of
 from specdec.decoding.result import Round
-from specdec.decoding.row import Row
-from specdec.decoding.verification import RowVerdict, VerifyResult
+from specdec.decoding.row import Row, RowVerdict
+from specdec.decoding.verify_result import VerifyResult
 from specdec.drafters.base import Draft
 from specdec.models.trees import depths_of
 

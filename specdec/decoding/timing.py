@@ -25,7 +25,8 @@ from specdec.device.host_read import HostReader
 from specdec.drafters import STRATEGIES
 from specdec.drafters.base import Draft, DraftContext, DraftRequest, RowDrafter, RowSampling
 from specdec.drafters.costs import AROUND, CONTEXTS, WIDTHS, CostTable, check_axes, check_sequence
-from specdec.drafters.draft_model.core import DraftCore, Stops
+from specdec.drafters.draft_model.core import DraftCore
+from specdec.drafters.draft_model.steps import Stops
 from specdec.errors import SpecdecError
 from specdec.models.runner import Runner, Shapes
 from specdec.sampling.sampling import Sampling

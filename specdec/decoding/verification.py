@@ -1,199 +1,36 @@
-"""Steps 2 and 3 of a round, on the device: the target's pass over [newest token, draft ...], and acceptance.
+"""Launches verify passes: what the host knows of the rows and their drafts becomes the inputs of one pass.
 
-Data flow: a `PassPlan` holds the shape of the pass; the drafts of all rows, lists or tensors, become one table of ids
-(`VerifyInputs`), and what the host knows of the rows travels in the same transfer. `verify` computes from these all
-that the host will read: the pass, the scores, the acceptance rule, and what records ask for. It uses tensors alone, so
-where the runner replays passes it is recorded as a whole (device/graphs.py), under a `VerifyKey` that names all that is
-fixed in it. Then there is one host read: `PendingResult.read() -> VerifyResult`.
-
-Processors that read the text are part of it, as far as they have a vectorised form (sampling/processors.py): the known
-texts are among the inputs. A user's own processors are called on the host, and a user's rule may do anything: there the
-function is not recorded, only the pass inside it.
+A `PassPlan` holds the shape of the pass; the drafts of all rows, lists or tensors, become one table of ids, and what
+the host knows travels in the same transfer (`VerifyInputs`). The device does the rest (verify_pass.py), and one host
+read brings back the result: `PendingResult.read() -> VerifyResult` (verify_result.py).
 """
 
 from __future__ import annotations
 
-import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.decoding.acceptance import UNSOUND, AcceptanceRule, Block, Verdict, judge
-from specdec.decoding.probe import Probe
-from specdec.decoding.row import Row, RowVerdict
-from specdec.device.buffers import Buffers
-from specdec.device.host_read import Arriving, HostReader, Packed
-from specdec.device.transfer import array_on, moved
+from specdec.decoding import verify_pass as at  # the columns of a pass's table
+from specdec.decoding.acceptance import AcceptanceRule
+from specdec.decoding.row import Row
+from specdec.decoding.verify_pass import NOTHING, Verified, VerifyInputs, VerifyKey, Wanted, verify
+from specdec.decoding.verify_result import PendingResult
+from specdec.device.host_read import HostReader
+from specdec.device.transfer import array_on, put_rows
 from specdec.drafters.base import COUPLED, Draft
 from specdec.errors import SpecdecError
 from specdec.models.kv_cache import RaggedCache
-from specdec.models.passes import PassInputs, PassKey
 from specdec.models.runner import PassOutput, Runner, Shapes
-from specdec.models.trees import MISSING, Tree, TreePass, chain_parents, depths_of, most_children, path_to
-from specdec.sampling.prefixes import History, Prefixes, chain_paths
-from specdec.sampling.processors import Texts
+from specdec.models.trees import chain_parents, depths_of, most_children, path_to
+from specdec.sampling.prefixes import History
 from specdec.sampling.sampling import Sampling
-from specdec.sampling.texts import Known, KnownTexts
-
-# Columns of `VerifyInputs.table`; S drafted ids follow, and with trees S parents.
-STARTS, COUNTS, LAST, KEYS, POSITIONS, DONE, ROUNDS, TOTALS, HAS_Q, LIMITS, DRAFT = range(11)
-NO_RECORD = (False, 0, None)  # `VerifyKey.recorded` of a call that records nothing
-
-
-# -- what comes back ---------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class VerifyResult:
-    """What the one host read of a pass brings back; lists have one entry per slot.
-
-    accepted, token, failed, unsound: as in `Verdict`
-    totals: tokens of the whole draft
-    draft: drafted ids, `MISSING` for a node of a tree that does not exist
-    path, parents: the accepted nodes and the trees' parents; None without trees
-    logprobs: log-probability of each emitted token, if asked for
-    top_ids, top_logprobs: of the most likely tokens at the same places, if asked for
-    distances: of the emitted tokens, under a lossy rule (`AcceptanceRule.distance`)
-    p, q, details: at each drafted token, in a recorded run
-    limit: most tokens that the pass tests per row
-    """
-
-    accepted: list[int]
-    token: list[int]
-    failed: list[int]
-    totals: list[int]
-    draft: list[list[int]]
-    unsound: list[int]
-    path: list[list[int]] | None = None
-    parents: list[list[int]] | None = None
-    logprobs: list[list[float]] | None = None
-    top_ids: list[list[list[int]]] | None = None
-    top_logprobs: list[list[list[float]]] | None = None
-    distances: list[list[float]] | None = None
-    p: list[list[float]] | None = None
-    q: list[list[float]] | None = None
-    details: list[Any] = field(default_factory=list)
-    limit: int = 0
-
-    def parents_of(self, slot: int, draft: Draft) -> list[int] | None:
-        """Return the parents of the row's tree, as far as it was verified; None for a chain."""
-        if draft.parents is None or self.parents is None:
-            return None
-        return self.parents[slot][: min(len(draft), self.limit)]
-
-    def note_tokens(self, slot: int, row: Row, count: int) -> None:
-        """Give a row what was asked for of the first `count` tokens that the pass emitted; impossible tokens are not
-        among the most likely."""
-        if self.distances is not None:
-            row.distances += self.distances[slot][:count]
-        if self.logprobs is not None:
-            row.logprobs += self.logprobs[slot][:count]
-        if self.top_ids is not None and self.top_logprobs is not None:
-            pairs = map(zip, self.top_ids[slot][:count], self.top_logprobs[slot])
-            row.top_logprobs += [[(i, p) for i, p in place if p > -math.inf] for place in pairs]
-
-    def verdict(self, slot: int, strategy: str) -> RowVerdict:
-        """Return what was decided about a slot's row. Raises SpecdecError for a draft that breaks the protocol."""
-        if self.unsound[slot]:
-            raise SpecdecError(f"strategy {strategy!r} {UNSOUND[self.unsound[slot]]}")
-        accepted, tested = self.accepted[slot], min(self.totals[slot], self.limit)
-        path = list(range(accepted)) if self.path is None else self.path[slot][:accepted]
-        tokens = [self.draft[slot][n] for n in path]
-        if self.failed[slot]:
-            return RowVerdict(path, tokens, "failed", self.totals[slot], tested)
-        if accepted == tested == self.limit:
-            return RowVerdict(path, tokens, "continues", self.totals[slot], tested)
-        return RowVerdict(path, [*tokens, self.token[slot]], "closed", self.totals[slot], tested)
-
-
-@dataclass
-class PendingResult:
-    """A verify pass that was launched.
-
-    on_device: what the host will read, still on the device
-    arriving: the same, on its way to the host
-    reader: how it is read
-    limit: most tokens that the pass tests per row
-    output: what drafters that observe the target see; None: there are none
-    """
-
-    on_device: Packed
-    arriving: Arriving
-    reader: HostReader
-    limit: int
-    output: PassOutput | None = None
-
-    def read(self) -> VerifyResult:
-        """Wait for the one host read of the pass."""
-        values = self.reader.fetch_named(self.arriving)
-        details = [values.pop(name) for name in list(values) if name.startswith("details")]
-        return VerifyResult(**values, details=details, limit=self.limit)
-
-
-# -- what goes in ------------------------------------------------------------------------------------------------------
-
-
-class VerifyKey(NamedTuple):
-    """What is fixed in a recorded verify pass.
-
-    given: the pass itself
-    limit: most tokens tested per row
-    vocab_size: the target's
-    rule: the acceptance rule
-    sampling: signature of the scores' pipeline
-    all_have_q: all drafts have a q
-    levels, siblings: bounds of the trees; 0 = chains only
-    recorded: `Verifier`'s record, top and logprobs
-    """
-
-    given: PassKey
-    limit: int
-    vocab_size: int
-    rule: AcceptanceRule
-    sampling: Any
-    all_have_q: bool
-    levels: int
-    siblings: int
-    recorded: tuple[bool, int, int | None]
-
-    @property
-    def is_prefill(self) -> bool:
-        return False
-
-
-@dataclass(frozen=True)
-class VerifyInputs(Buffers):
-    """What a verify pass is given.
-
-    table [B, DRAFT + S], with trees [B, DRAFT + 2 S]: STARTS ... LIMITS, the drafted ids, the trees' parents
-    q [B, S, V]: column s is the distribution that drafted token s was sampled from; None: no draft has q
-    states [B, S, H]: what the layers that the pass leaves out made of the fed tokens; None: it runs all layers
-    known: the rows' texts, for processors that read them
-    """
-
-    table: Tensor
-    q: Tensor | None = None
-    states: Tensor | None = None
-    known: Known | None = None
-
-
-@dataclass(frozen=True)
-class Verified(Buffers):
-    """What `verify` returns.
-
-    packed: what the host will read
-    fed, logits, hidden, where: for drafters that observe the target; None: there are none
-    """
-
-    packed: Packed
-    fed: Tensor | None = None
-    logits: Tensor | None = None
-    hidden: tuple[Tensor, ...] | None = None
-    where: TreePass | None = None
+from specdec.sampling.texts import KnownTexts
 
 
 @dataclass(frozen=True)
@@ -230,12 +67,12 @@ class PassPlan:
 
 @dataclass
 class Verifier:
-    """The verify passes of one call; `passes` counts them, and `resumed` those without so many first layers.
+    """The verify passes of one call.
 
-    record: also read p and q at drafted tokens
-    top: with `record`, read details with the `top` most likely tokens per position; 0 = off
-    logprobs: read the log-probability of each emitted token, and of so many most likely ones; None = off
+    wanted: what the host reads beside the tokens
     observed: layers whose hidden states drafters observe; None: nobody observes
+    passes: how many were launched
+    resumed: first layers that a draft had run already -> passes that left them out
     """
 
     runner: Runner
@@ -246,12 +83,10 @@ class Verifier:
     batch: int
     vocab_size: int
     reader: HostReader
-    record: bool = False
-    top: int = 0
-    logprobs: int | None = None
+    wanted: Wanted = NOTHING
     observed: tuple[int, ...] | None = None
     passes: int = 0
-    resumed: dict[int, int] = field(default_factory=dict)
+    resumed: Counter[int] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.texts: KnownTexts | None = None
@@ -261,20 +96,21 @@ class Verifier:
     def launch(self, active: Sequence[tuple[int, Row]]) -> PendingResult:
         """Verify what the active rows have pending, without waiting for the result."""
         plan = self.plan(active)
-        runner, states = self._resumed(plan)
+        known_layers = self._known_layers(plan)
+        runner = self.runner.without_layers(tuple(range(known_layers))) if known_layers else self.runner
+        states = self._states(plan) if known_layers else None
         key = self._key(runner, plan)
         known = None if self.texts is None else self.texts.known(key.given.kv_len, runner.device)
         verified = self._run(runner, plan, key, VerifyInputs(self._table(plan), self._q(plan), states, known))
         self.passes += 1
-        pending = PendingResult(
-            verified.packed, self.reader.start(verified.packed), self.reader, self.shapes.verify_width
-        )  # fmt: skip
+        if known_layers:
+            self.resumed[known_layers] += 1
+        output = None
         if verified.logits is not None and verified.fed is not None:
-            pending.output = PassOutput(
-                verified.logits, verified.fed, plan.starts, plan.counts, 0, verified.hidden, verified.where,
-                self.observed or (),
-            )  # fmt: skip
-        return pending
+            seen = (verified.hidden, verified.where, self.observed or ())
+            output = PassOutput(verified.logits, verified.fed, plan.starts, plan.counts, 0, *seen)
+        limit = self.shapes.verify_width
+        return PendingResult(verified.packed, self.reader.start(verified.packed), self.reader, limit, output)
 
     def plan(self, active: Sequence[tuple[int, Row]]) -> PassPlan:
         """Plan the pass that verifies what the rows have pending."""
@@ -296,22 +132,24 @@ class Verifier:
         """Round up a size of the pass's trees where passes are recorded, so that few are."""
         return size if self.cache.graphs is None else self.shapes.width(size)
 
-    def _resumed(self, plan: PassPlan) -> tuple[Runner, Tensor | None]:
-        """Return the target, or, where all drafts know the states after its first layers, the target without these and
-        the states [B, S, H]. In exact mode all layers must see passes of one shape; observers want to see all layers,
-        and compiled passes are faster than what is saved."""
-        drafts, runner = plan.drafts, self.runner
-        layers = {0 if d.states is None else d.layers for d in drafts.values()}
-        barred = self.shapes.exact or self.observed is not None or runner.compiled is not None
-        if barred or len(layers) != 1 or layers == {0}:
-            return runner, None
-        known = {b: d.states[: plan.width] for b, d in drafts.items() if d.states is not None}
+    def _known_layers(self, plan: PassPlan) -> int:
+        """Count the target's first layers that all drafts have run already, so that the pass can leave them out.
+
+        None in exact mode, where all layers must see passes of one shape; nor if drafters observe, as they may ask for
+        any layer; nor if passes are compiled, which saves more.
+        """
+        if self.shapes.exact or self.observed is not None or self.runner.compiled is not None:
+            return 0
+        layers = {0 if d.states is None else d.layers for d in plan.drafts.values()}
+        return layers.pop() if len(layers) == 1 else 0
+
+    def _states(self, plan: PassPlan) -> Tensor:
+        """Gather what the known layers made of the tokens, [B, S, H]."""
+        known = {b: d.states[: plan.width] for b, d in plan.drafts.items() if d.states is not None}
         some = next(iter(known.values()))
         states = torch.zeros((self.batch, plan.width, some.shape[-1]), dtype=some.dtype, device=some.device)
         put_rows(states, known)
-        (first,) = layers
-        self.resumed[first] = self.resumed.get(first, 0) + 1
-        return runner.without_layers(tuple(range(first))), states
+        return states
 
     def resumed_report(self) -> dict[str, int]:
         """Report passes that went on from a draft's layers, and the bytes of weights that they did not read."""
@@ -334,7 +172,7 @@ class Verifier:
             all_have_q=bool(plan.q) and len(plan.q) == drafted,
             levels=plan.levels,
             siblings=plan.siblings,
-            recorded=(self.record, self.top, self.logprobs),
+            wanted=self.wanted,
         )
 
     def _run(self, runner: Runner, plan: PassPlan, key: VerifyKey, inputs: VerifyInputs) -> Verified:
@@ -353,24 +191,25 @@ class Verifier:
     def _table(self, plan: PassPlan) -> Tensor:
         """Build `VerifyInputs.table`: what the host knows in one transfer, then what only the device knows."""
         width, limit = plan.width, self.shapes.verify_width
-        host = np.zeros((self.batch, DRAFT + width), dtype=np.int64)
+        host = np.zeros((self.batch, at.DRAFT + width), dtype=np.int64)
         parents = np.full((self.batch, width if plan.has_trees else 0), -1, dtype=np.int64)
-        host[:, STARTS], host[:, COUNTS], host[:, LIMITS] = plan.starts, plan.counts, limit
+        host[:, at.STARTS], host[:, at.COUNTS], host[:, at.LIMITS] = plan.starts, plan.counts, limit
         for b, row in plan.rows:
-            host[b, LAST:TOTALS] = row.last, row.key, row.size, row.accepted, row.round_key
-        late: dict[int, dict[int, Tensor]] = {DRAFT: {}, TOTALS: {}, DRAFT + width: {}}  # by column: on the device
+            host[b, at.LAST : at.TOTALS] = row.last, row.key, row.size, row.accepted, row.round_key
+        # By column: what only the device knows.
+        late: dict[int, dict[int, Tensor]] = {at.DRAFT: {}, at.TOTALS: {}, at.DRAFT + width: {}}
         for b, draft in plan.drafts.items():
-            host[b, TOTALS : HAS_Q + 1] = len(draft), b in plan.q
+            host[b, at.TOTALS : at.HAS_Q + 1] = len(draft), b in plan.q
             if isinstance(draft.tokens, Tensor):
-                late[DRAFT][b] = draft.tokens if len(draft) <= width else draft.tokens[:width]
+                late[at.DRAFT][b] = draft.tokens if len(draft) <= width else draft.tokens[:width]
             else:
                 listed = self._checked(draft)[:width]
-                host[b, DRAFT : DRAFT + len(listed)] = listed
+                host[b, at.DRAFT : at.DRAFT + len(listed)] = listed
             if draft.length is not None:
-                late[TOTALS][b] = draft.length[None]
+                late[at.TOTALS][b] = draft.length[None]
             if isinstance(draft.parents, Tensor):
-                late[DRAFT + width][b] = draft.parents[:width]
-                host[b, LIMITS] = draft.levels
+                late[at.DRAFT + width][b] = draft.parents[:width]
+                host[b, at.LIMITS] = draft.levels
             elif plan.has_trees:
                 listed = list(chain_parents(len(draft)) if draft.parents is None else draft.parents)[:width]
                 parents[b, : len(listed)] = listed
@@ -393,7 +232,7 @@ class Verifier:
                 wide, name = q.shape[-1], drafts[b].drafter
                 raise SpecdecError(f"strategy {name!r} gave a q over {wide} ids, the target has {self.vocab_size}")
         # Under coupled q is only recorded: acceptance compares tokens.
-        return {} if self.rule.proposal in COUPLED and not self.record else found
+        return {} if self.rule.proposal in COUPLED and not self.wanted.p_and_q else found
 
     def _q(self, plan: PassPlan) -> Tensor | None:
         """Gather q [B, S, V], aligned with the scores; None if no row has one."""
@@ -429,135 +268,3 @@ def _bounds(draft: Draft, limit: int) -> tuple[int, int]:
     if isinstance(draft.parents, Tensor):
         return draft.levels, draft.siblings or len(draft)
     return max(depths_of(draft.parents), default=0), most_children(draft.parents)
-
-
-# -- on the device -----------------------------------------------------------------------------------------------------
-
-
-def verify(
-    runner: Runner, cache: RaggedCache, sampling: Sampling, key: VerifyKey, inputs: VerifyInputs,
-    texts: KnownTexts | None = None, history: History | None = None,
-) -> Verified:  # fmt: skip
-    """Run the pass and accept, from tensors alone.
-
-    texts: for processors that read them, as far as `inputs` does not have them
-    history: for processors that are called on the host; the fed ids are added here
-    """
-    fed, draft, outside = runner.part(_fed)(inputs.table, key.vocab_size, key.given.width)
-    tree, where = _trees(key, inputs.table)
-    out = runner.forward(cache, key.given, PassInputs(fed, inputs.table[:, :LAST].T, where, inputs.states))
-    read = None
-    if texts is not None and inputs.known is not None:
-        width = key.given.width
-        on_path = chain_paths(len(fed), width, width, fed.device) if tree is None else tree.lineage
-        prefixes = Prefixes(inputs.known.ids, inputs.table[:, STARTS], fed, on_path)
-        read = texts.texts(inputs.known, prefixes, None if history is None else replace(history, fed=fed))
-    # Compiled only where it computes nothing with the scores but to compare them: sums would round differently.
-    lossless = key.rule.recordable and not key.rule.lossy
-    compares = sampling.greedy and lossless and key.recorded == NO_RECORD and tree is None
-    decide = runner.part(_decide) if compares and read is None else _decide
-    flat, names, forms = decide(out.logits, inputs, draft, outside, tree, key, sampling, read)
-    seen = (fed, out.logits, out.hidden, where) if key.given.observed is not None else ()
-    return Verified(Packed(flat, names, forms), *seen)
-
-
-def _fed(table: Tensor, vocab_size: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the ids of the pass [B, width], the drafted ids [B, S], 0 where the target lacks one, and True there."""
-    draft = table[:, DRAFT : DRAFT + width]
-    outside = (draft < 0) | (draft >= vocab_size)
-    draft = draft.masked_fill(outside, 0)
-    return torch.cat([table[:, LAST, None], draft[:, : width - 1]], dim=1), draft, outside
-
-
-def _trees(key: VerifyKey, table: Tensor) -> tuple[Tree | None, TreePass | None]:
-    """Return the rows' trees, and where the pass puts their tokens."""
-    if not key.levels:
-        return None, None
-    parents = table[:, DRAFT + key.given.width :]
-    tree = Tree.of(parents, key.levels, key.siblings, table[:, LIMITS])
-    return tree, TreePass.of(tree, table[:, STARTS], table[:, COUNTS])
-
-
-def _decide(
-    logits: Tensor, inputs: VerifyInputs, draft: Tensor, outside: Tensor, tree: Tree | None, key: VerifyKey,
-    sampling: Sampling, texts: Texts | None,
-) -> tuple[Tensor, tuple[str, ...], tuple[Any, ...]]:  # fmt: skip
-    """Compute what the host will read from the pass's logits: the fields of `Packed`."""
-    q, numbers = inputs.q, inputs.table[:, :DRAFT].T
-    totals, missing = numbers[TOTALS], None
-    if tree is not None:
-        missing = inputs.table[:, DRAFT : DRAFT + key.given.width] == MISSING
-        outside = outside & ~missing
-    block = Block(
-        scores=sampling.scores(logits[..., : key.vocab_size], texts),
-        draft=draft,
-        lengths=totals.clamp(max=key.limit),
-        final=totals < key.limit,
-        totals=totals,
-        keys=numbers[KEYS],
-        positions=numbers[POSITIONS],
-        sampling=sampling,
-        q=q,
-        has_q=None if q is None else numbers[HAS_Q] > 0,
-        all_have_q=key.all_have_q,
-        tree=tree,
-        done=numbers[DONE],
-        round_keys=numbers[ROUNDS],
-        outside=outside,
-        missing=missing,
-    )
-    packed = Packed.of(_wanted(block, judge(block, key.rule), key))
-    return packed.flat, packed.names, packed.forms
-
-
-def _wanted(block: Block, verdict: Verdict, key: VerifyKey) -> dict[str, Tensor]:
-    """Compute the fields of `VerifyResult`; slots come first in every tensor."""
-    record, top, logprobs = key.recorded
-    assert verdict.unsound is not None
-    wanted = {
-        "accepted": verdict.accepted, "token": verdict.token, "failed": verdict.failed, "totals": block.totals,
-        "draft": block.draft if block.missing is None else block.draft.masked_fill(block.missing, MISSING),
-        "unsound": verdict.unsound,
-    }  # fmt: skip
-    rows = torch.arange(len(block.draft), device=block.draft.device)[:, None]
-    if verdict.path is not None and block.tree is not None:
-        wanted |= {"path": verdict.path, "parents": block.tree.parents}
-    if logprobs is not None:
-        emitted, columns = verdict.emitted(block.draft)
-        logarithms = torch.log_softmax(block.scores, dim=-1)  # [B, S, V]
-        wanted["logprobs"] = logarithms[rows, columns, emitted]
-        if logprobs:
-            likely = logarithms.topk(min(logprobs, logarithms.shape[-1]))
-            wanted |= {"top_ids": likely.indices[rows, columns], "top_logprobs": likely.values[rows, columns]}
-    if key.rule.lossy and key.rule.distance is not None:
-        wanted["distances"] = key.rule.distance(block, verdict)
-    if record:
-        tested_at = block.columns.expand_as(block.draft) if block.tree is None else block.tree.tested_at
-        wanted["p"] = block.p[rows, tested_at, block.draft]
-        wanted["q"] = (block.p if block.q is None else block.q).gather(-1, block.draft[..., None])[..., 0]
-    if record and top:
-        found = Probe(block, verdict, key.rule, top).tensors()
-        wanted |= {f"details.{i}": tensor for i, tensor in enumerate(found)}
-    return wanted
-
-
-FEW = 4  # up to so many rows are copied one by one faster than by one indexed write
-
-
-def put_rows(table: Tensor, rows: Mapping[int, Tensor], column: int = 0) -> None:
-    """Set table[b, column : column + len(rows[b])] = rows[b] for every b.
-
-    table [B, S, ...]: contiguous
-    rows [n, ...]: on any device
-    """
-    lengths = {b: row.shape[0] for b, row in rows.items()}
-    if len(rows) <= FEW:
-        for b, row in rows.items():
-            table[b, column : column + lengths[b]].copy_(row, non_blocking=table.is_cuda)
-    elif list(rows) == list(range(len(table))) and len(set(lengths.values())) == 1:
-        together = moved(torch.stack(list(rows.values())), table.device)
-        table[:, column : column + lengths[0]].copy_(together)
-    else:
-        flat = torch.cat([moved(row, table.device).to(table.dtype) for row in rows.values()])
-        places = np.concatenate([b * table.shape[1] + column + np.arange(n) for b, n in lengths.items()])
-        table.view(-1, *table.shape[2:]).index_copy_(0, array_on(places, table.device), flat)

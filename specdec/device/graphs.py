@@ -8,7 +8,7 @@ model's weights have moved, and reads its inputs from buffers of its own that ar
 
 A *recorded function* maps `Buffers` to `Buffers`, computes on the device alone, and is fully described by its key and
 that signature; so no key names a shape of its inputs, and none can forget one. One pass of a model is such a function
-(`PassKey`); so are a pass with acceptance (decoding/verification.py) and all draft steps of a round
+(`PassKey`); so are a pass with acceptance (decoding/verify_pass.py) and all draft steps of a round
 (drafters/draft_model/core.py). A function that cannot be recorded is simply called, and its passes are recorded one by
 one.
 
@@ -102,14 +102,6 @@ def _why_not_compiled(model: Any, layers: int) -> str | None:
     return None
 
 
-class Key(Protocol):
-    """A named tuple of all that a recorded function depends on, except its inputs and their signature."""
-
-    @property
-    def is_prefill(self) -> bool:
-        """True for prefill, which is recorded only when its key comes again."""
-
-
 I = TypeVar("I", bound=Buffers)  # noqa: E741
 R = TypeVar("R", bound=Buffers)
 
@@ -192,6 +184,7 @@ class Recorded(Generic[I, R]):
     inputs: I
     replay: Callable[[], None]
     result: R
+    is_prefill: bool
 
     def __call__(self, inputs: I) -> R:
         """Replay; the result is a copy, because other graphs share this one's memory."""
@@ -216,31 +209,34 @@ class Graphs:
         self.failures: dict[str, str] = {}
         self.busy = False
 
-    def run(self, known: dict[Hashable, Any], key: Key, inputs: I, compute: Callable[[I], R]) -> R:
+    def run(
+        self, known: dict[Hashable, Any], key: Hashable, inputs: I, compute: Callable[[I], R], is_prefill: bool = False
+    ) -> R:
         """Replay `compute` from `known`, the recordings of a cache; record it first if key or signature are new.
 
-        Prefill is computed the first time: most prompts never come again.
+        key: a named tuple of all that `compute` depends on, except its inputs and their signature
+        is_prefill: compute it the first time; most prompts never come again
         """
         kind = type(key).__name__
         if self.busy or kind in self.failures:
             return compute(inputs)
         place = (kind, inputs.signature()), key
         recorded: Recorded[I, R] | None = known.get(place)
-        if recorded is None and key.is_prefill and (place not in known or _recorded_prefills(known) >= PREFILL_LIMIT):
+        if recorded is None and is_prefill and (place not in known or _recorded_prefills(known) >= PREFILL_LIMIT):
             known[place] = None
             return compute(inputs)
         if recorded is None:
             started = time.perf_counter()
             # What another thread runs on the side stream would become part of the recording.
             with _recording, sync_allowed(next(inputs.tensors()).device):
-                recorded = self._record(kind, inputs, compute)
+                recorded = self._record(kind, inputs, compute, is_prefill)
             self.seconds += time.perf_counter() - started
             if recorded is None:
                 return compute(inputs)
             known[place] = recorded
         return recorded(inputs)
 
-    def _record(self, kind: str, inputs: I, compute: Callable[[I], R]) -> Recorded[I, R] | None:
+    def _record(self, kind: str, inputs: I, compute: Callable[[I], R], is_prefill: bool) -> Recorded[I, R] | None:
         fixed = inputs.copies()
 
         def run() -> R:
@@ -258,7 +254,7 @@ class Graphs:
             self._give_up(kind, str(error).strip().split("\n")[0])
             return None
         self.captures += 1
-        return Recorded(fixed, replay, result)
+        return Recorded(fixed, replay, result, is_prefill)
 
     def _give_up(self, kind: str, reason: str) -> None:
         self.failures[kind] = reason
@@ -268,4 +264,4 @@ class Graphs:
 
 def _recorded_prefills(known: dict[Any, Any]) -> int:
     """Count the recorded passes of prefill."""
-    return sum(recorded is not None and key.is_prefill for (_, key), recorded in known.items())
+    return sum(recorded is not None and recorded.is_prefill for recorded in known.values())

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from specdec.errors import SpecdecError
-from specdec.models.passes import ALL_LAYERS
+from specdec.models.passes import ALL_LAYERS, WIDEST
 from specdec.models.trees import depths_of
 from specdec.sampling.sampling import Purpose, Sampling
 from specdec.sampling.texts import Drafted, Known, KnownTexts
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from specdec.models.runner import PassOutput, Runner
 
 Tokens = Sequence[int] | np.ndarray
-MOST_NODES = 511  # of a tree: the widest pass (models/runner.py) without the newest token
+MOST_NODES = WIDEST - 1  # of a tree: the newest token is fed as well
 COUPLED = ("coupled", "coupled-independent")  # proposals that are sampled with the target's own random numbers
 
 
@@ -311,7 +311,7 @@ class Drafter:
         return 0.1
 
     def stop_by(self, rule: Any, levels: Mapping[int, float]) -> None:
-        """End drafts by a length policy's rule (draft_model/core.py `StopRule`); levels: row -> threshold, kept up to
+        """End drafts by a length policy's rule (draft_model/steps.py `StopRule`); levels: row -> threshold, kept up to
         date by the policy. Raises SpecdecError if the strategy has no draft steps that it could end."""
         raise SpecdecError(
             f"strategy {self.name!r} has no draft steps that length_policy could end: choose one that looks at the "

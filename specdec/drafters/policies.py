@@ -36,7 +36,7 @@ class LengthPolicy:
 
     @property
     def rule(self) -> Any:
-        """How drafts end while they are made (draft_model/core.py `StopRule`); None: they do not."""
+        """How drafts end while they are made (draft_model/steps.py `StopRule`); None: they do not."""
         return None
 
     def begin(self, row: int) -> None:

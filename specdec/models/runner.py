@@ -17,7 +17,7 @@ from __future__ import annotations
 import inspect
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from specdec.device.ambient import pinned
-from specdec.device.graphs import Choice, CudaRecorder, Graphs, I, Key, R, Recorder, choose_mode
+from specdec.device.graphs import Choice, CudaRecorder, Graphs, I, R, Recorder, choose_mode
 from specdec.device.transfer import to_device
 from specdec.errors import SpecdecError
 from specdec.models.alibi import Alibi
@@ -36,7 +36,7 @@ from specdec.models.fuse_projections import Fusion
 from specdec.models.kinds import layer_configs
 from specdec.models.kv_cache import CachePool, RaggedCache, compiled_slots, rounded_up
 from specdec.models.layer_subset import PassThrough, layers_of, leave_out
-from specdec.models.passes import ALL_LAYERS, PassInputs, PassKey, PassResult
+from specdec.models.passes import ALL_LAYERS, WIDEST, PassInputs, PassKey, PassResult
 from specdec.models.quantised import rows_of, weight_of
 from specdec.models.rope import RowRope, switch_position
 from specdec.models.state import recorded_from
@@ -48,11 +48,11 @@ log = logging.getLogger("specdec")
 
 # On a CPU every padded token costs as much arithmetic as another, so all narrow widths are there; on a GPU a pass of 8
 # costs what a pass of 1 costs, and few shapes mean few graphs.
-CPU_WIDTHS = (*range(1, 18), 24, 32, 48, 64, 128, 256, 512)
-CUDA_WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512)
+CPU_WIDTHS = (*range(1, 18), 24, 32, 48, 64, 128, 256, WIDEST)
+CUDA_WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, WIDEST)
 CPU_VERIFY, CUDA_VERIFY = 17, 16  # most tokens per row in a verify pass, unless a drafter asks for more
 EXACT_WIDTH = 8
-EXACT_PREFILL = (64, 128, 192, 256, 384, 512)
+EXACT_PREFILL = (64, 128, 192, 256, 384, WIDEST)
 # From about a thousand tokens on a GPU's time is arithmetic: more tokens per pass would take memory and gain nothing.
 TOGETHER = 2048
 UNBOUNDED = 1 << 30  # the context of a model that states none
@@ -289,17 +289,16 @@ class Runner:
 
     def forward(self, cache: RaggedCache, key: PassKey, inputs: PassInputs) -> PassResult:
         """Run a pass, replayed if possible."""
-        return self.run(cache, key, inputs, lambda given: self.compute(cache, key, given))
+        return self.run(cache, key, inputs, lambda given: self.compute(cache, key, given), key.is_prefill)
 
     @pinned()
-    def run(self, cache: RaggedCache, key: Key, inputs: I, function: Callable[[I], R]) -> R:
-        """Call a function that makes passes over `cache`, or replay its recording.
-
-        key: all that the function depends on, except its inputs
-        """
+    def run(
+        self, cache: RaggedCache, key: Hashable, inputs: I, function: Callable[[I], R], is_prefill: bool = False
+    ) -> R:
+        """Call a function that makes passes over `cache`, or replay its recording (`Graphs.run`)."""
         if self.graphs is None or cache.graphs is None:
             return function(inputs)
-        return self.graphs.run(cache.graphs, key, inputs, function)
+        return self.graphs.run(cache.graphs, key, inputs, function, is_prefill)
 
     def compute(self, cache: RaggedCache, key: PassKey, inputs: PassInputs) -> PassResult:
         """Compute the pass from tensors alone: no value of `inputs` is known here."""

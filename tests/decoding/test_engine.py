@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from specdec import DraftModel, NgramSimple, PromptLookup, SpeculativeDecoder
-from specdec.decoding.verification import put_rows
+from specdec.device.transfer import put_rows
 from tests.helpers.playing import (
     Scripted,
     check_counts,

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from specdec import SpeculativeDecoder
-from specdec.decoding import verification
+from specdec.decoding import verification, verify_pass
 from specdec.decoding.result import Generation
 from specdec.drafters import DraftModel, PromptLookup
 from specdec.drafters.base import Draft, DraftRequest
@@ -137,7 +137,7 @@ def test_penalties_that_count_unaccepted_draft_tokens_are_rejected(
         return made
 
     monkeypatch.setattr(verification.Verifier, "plan", plan)
-    monkeypatch.setattr(verification, "Prefixes", everything_fed)
+    monkeypatch.setattr(verify_pass, "Prefixes", everything_fed)
     result = _fit(CASES[name], CONTROL_SAMPLES, broken=True)
     record_property("fit", str(result))
     assert not result.holds, str(result)

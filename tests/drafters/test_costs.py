@@ -168,7 +168,7 @@ def programs(decoder: SpeculativeDecoder) -> dict[str, set[Any]]:
     """What is recorded for calls to come: the keys by role, prefill aside."""
     runners = {"target": decoder.target, "draft": decoder.draft}
     return {
-        role: {place for place, program in runner.pool.idle.graphs.items() if program and not place[1].is_prefill}
+        role: {place for place, program in runner.pool.idle.graphs.items() if program and not program.is_prefill}
         for role, runner in runners.items()
     }
 

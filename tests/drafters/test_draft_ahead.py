@@ -12,8 +12,8 @@ from specdec import CostTable
 from specdec.drafters import length
 from specdec.drafters.draft_model import pipelined as draft_ahead
 from specdec.drafters.draft_model import strategy as draft_model
-from specdec.drafters.draft_model.core import POSITIONS, STARTS, TOKENS
 from specdec.drafters.draft_model.pipelined import _caught_up
+from specdec.drafters.draft_model.steps import POSITIONS, STARTS, TOKENS
 from tests.device.test_graphs import decoder
 from tests.helpers.recording import OnlyPasses, Rerun
 

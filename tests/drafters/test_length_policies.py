@@ -107,14 +107,14 @@ class DropsWhatItSaw:
 
 
 def test_a_stop_that_takes_back_the_sampled_token_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    score = core._score
+    score = core.score_of
 
     def showing(rule: Any, logits: Tensor, token: Tensor, likely: Tensor) -> tuple[Tensor, Tensor]:
         if isinstance(rule, DropsWhatItSaw):
             return rule.score(torch.softmax(logits.float(), dim=-1), token), likely
         return score(rule, logits, token, likely)
 
-    monkeypatch.setattr(core, "_score", showing)
+    monkeypatch.setattr(core, "score_of", showing)
     monkeypatch.setattr(policies, "_TokenProbability", DropsWhatItSaw)
     assert not law(sample(Confidence(0.5), 2_000)).holds
 
@@ -130,9 +130,9 @@ def test_a_rule_that_stops_before_a_token_is_not_shown_it() -> None:
             return torch.ones(len(q))
 
     logits, token = torch.zeros(1, V), torch.zeros(1, dtype=torch.int64)
-    core._score(Looks(), logits, token, torch.ones(1))
+    core.score_of(Looks(), logits, token, torch.ones(1))
     Looks.after = True
-    core._score(Looks(), logits, token, torch.ones(1))
+    core.score_of(Looks(), logits, token, torch.ones(1))
     assert seen == [False, True]
 
 

@@ -8,150 +8,38 @@ looks at a value, so where the runner replays passes the round is recorded as a 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdec.device.buffers import Buffers
 from specdec.device.clock import Clock
 from specdec.device.transfer import array_on, to_device
-from specdec.drafters.base import (
-    Draft,
-    DraftRequest,
-    RowSampling,
-    Tokens,
-    as_array,
-    pad_vocabulary,
-    proposal_distribution,
+from specdec.drafters.base import DraftRequest, RowSampling, Tokens, as_array, pad_vocabulary, proposal_distribution
+from specdec.drafters.draft_model import steps as at  # the columns of a table of steps
+from specdec.drafters.draft_model.steps import (
+    LEVEL_UNIT,
+    Proposal,
+    StepInputs,
+    StepsKey,
+    Stops,
+    may_propose,
+    next_inputs,
+    recordable,
+    score_of,
+    stream_of,
 )
 from specdec.models.kv_cache import KeptRows, RaggedCache, prefix_groups
 from specdec.models.passes import PassInputs, PassKey
 from specdec.models.runner import Runner, Shapes
 from specdec.models.trees import Tree, TreePass, depths_of, moves, parent_table
 from specdec.sampling.sampling import Purpose, best, race, streams
-from specdec.sampling.texts import Drafted, Known
+from specdec.sampling.texts import Drafted
 
 RECORDED_STEPS = (1, 2, 3, 5, 8, 12, 16, 24, 32, 48, 64)
 CATCH_UP = 16  # a longer gap is prefilled; a shorter one is fed by the first draft pass
-# Columns of `StepInputs.table`; the tokens to catch up with follow.
-STARTS, COUNTS, KEYS, POSITIONS, LEVELS, TOKENS = range(6)
-LEVEL_UNIT = 1e6  # thresholds are whole numbers of its inverse
-
-
-class StopRule(Protocol):
-    """When a length policy ends a draft: where `score` falls below the row's threshold (`DraftCore.levels`). Hashable.
-
-    product: the product of all scores so far is compared
-    after: the token at which the score falls is still proposed; such a rule may look at it
-    """
-
-    product: bool
-    after: bool
-
-    def score(self, q: Tensor, token: Tensor | None) -> Tensor:
-        """Score a position, [B].
-
-        q [B, V]: the draft's distribution at T = 1, before processors
-        token [B]: the sampled token, shown to a rule with `after` only
-        """
-        ...
-
-
-class Stops(NamedTuple):
-    """When a draft ends before its k tokens: parameters of `DraftModel`, and the rule of a length policy."""
-
-    p_min: float
-    n_min: int
-    top_n: int | None
-    rule: StopRule | None = None
-
-
-class StepsKey(NamedTuple):
-    """What is fixed in a recorded function of draft steps.
-
-    first: the pass that catches up
-    steps: tokens to draft
-    sampled: tokens are sampled from q, with streams of `purpose`; else they are its argmax
-    scores: signature of the pipeline to scores
-    p_min, n_min, top_n, rule: as in `Stops`
-    vocab_size: the target's
-    feeds_last: the last drafted token is fed as well
-    """
-
-    first: PassKey
-    steps: int
-    sampled: bool
-    purpose: Purpose
-    scores: Any
-    p_min: float
-    n_min: int
-    top_n: int | None
-    rule: StopRule | None
-    vocab_size: int
-    feeds_last: bool = False
-
-    @property
-    def is_prefill(self) -> bool:
-        return False
-
-
-@dataclass(frozen=True)
-class StepInputs(Buffers):
-    """What draft steps are given.
-
-    table [B, 5 + W]: STARTS ... POSITIONS (of the first drafted token), thresholds, and tokens to catch up with
-    known: the rows' texts, for processors that read them
-    """
-
-    table: Tensor
-    known: Known | None = None
-
-    @property
-    def numbers(self) -> Tensor:
-        """STARTS ... LEVELS, [5, B]."""
-        return self.table[:, :TOKENS].T
-
-    @property
-    def tokens(self) -> Tensor:
-        """Tokens to catch up with, [B, W]."""
-        return self.table[:, TOKENS:]
-
-
-@dataclass(frozen=True)
-class Proposal(Buffers):
-    """Drafts of all rows, on the device.
-
-    tokens [B, k]: drafted ids
-    lengths [B]: tokens of each draft; None: all have k
-    q [B, k, V]: the distributions that the tokens were sampled from; None: they are argmaxes
-    states [B, k + 1, H]: as in `Draft`
-    """
-
-    tokens: Tensor
-    lengths: Tensor | None
-    q: Tensor | None
-    states: Tensor | None = None
-
-    def with_rows(self, other: Proposal, rows: Sequence[int]) -> Proposal:
-        """Return this proposal with some rows of another, which may have fewer tokens: its rows end there."""
-        taken = np.zeros(len(self.tokens), dtype=bool)
-        taken[list(rows)] = True
-        mask = array_on(taken, self.tokens.device)[:, None]
-        short = self.tokens.shape[1] - other.tokens.shape[1]
-        q = None
-        if self.q is not None and other.q is not None:
-            q = torch.where(mask[..., None], F.pad(other.q, (0, 0, 0, short)), self.q)
-        return Proposal(torch.where(mask, F.pad(other.tokens, (0, short)), self.tokens), None, q)
-
-    def draft(self, row: int, limit: int, name: str) -> Draft:
-        """Return the draft of one row, at most `limit` tokens."""
-        q = None if self.q is None else self.q[row]
-        length = None if self.lengths is None else self.lengths[row]
-        return Draft(self.tokens[row], None, q, name, length).truncated(limit)
 
 
 class DraftCore:
@@ -311,11 +199,11 @@ class DraftCore:
         """Catch up and draft k tokens for the rows of `requests`; the other rows are padding."""
         sampling = requests[0].sampling
         tokens, starts, counts = self.feed(requests)
-        host = np.zeros((self.batch, TOKENS + tokens.shape[1]), dtype=np.int64)
-        host[:, STARTS], host[:, COUNTS], host[:, TOKENS:] = starts, counts, tokens
+        host = np.zeros((self.batch, at.TOKENS + tokens.shape[1]), dtype=np.int64)
+        host[:, at.STARTS], host[:, at.COUNTS], host[:, at.TOKENS :] = starts, counts, tokens
         for r in requests:
-            host[r.row, KEYS], host[r.row, POSITIONS] = stream_of(r), r.known
-            host[r.row, LEVELS] = round(LEVEL_UNIT * self.levels.get(r.row, 0.0))
+            host[r.row, at.KEYS], host[r.row, at.POSITIONS] = stream_of(r), r.known
+            host[r.row, at.LEVELS] = round(LEVEL_UNIT * self.levels.get(r.row, 0.0))
         reach = max(s + c for s, c in zip(starts, counts, strict=True)) + k - 1 + self.feeds_last
         key = self.key_of(sampling, tokens.shape[1], reach, k, stops, vocab_size)._replace(feeds_last=self.feeds_last)
         columns = key.first.kv_len if self.source is None else max(r.known for r in requests) + k
@@ -349,10 +237,10 @@ class DraftCore:
         requests: the host's; they are looked at only where nothing is recorded
         """
         numbers, runner = inputs.numbers, self.runner
-        length, rows = numbers[STARTS] + numbers[COUNTS], torch.arange(self.batch, device=runner.device)
-        first = self.forward(key.first, PassInputs(inputs.tokens, numbers[:KEYS]))
-        logits = first[rows, (numbers[COUNTS] - 1).clamp(min=0)]  # [B, V_draft]
-        texts = None if sampling is None else sampling.drafted(inputs.known, numbers[POSITIONS], requests)
+        length, rows = numbers[at.STARTS] + numbers[at.COUNTS], torch.arange(self.batch, device=runner.device)
+        first = self.forward(key.first, PassInputs(inputs.tokens, numbers[: at.KEYS]))
+        logits = first[rows, (numbers[at.COUNTS] - 1).clamp(min=0)]  # [B, V_draft]
+        texts = None if sampling is None else sampling.drafted(inputs.known, numbers[at.POSITIONS], requests)
         tokens: list[Tensor] = []
         q: list[Tensor] = []
         keeps: list[Tensor] = []
@@ -365,16 +253,16 @@ class DraftCore:
             q += [q_i] if q_i is not None else []
             if key.p_min or key.rule is not None:
                 # A broken draft proposes nothing; without a stop it proposes what will be rejected.
-                keep = sound & _keep(key, logits, i)
+                keep = sound & may_propose(key, logits, i)
                 if key.rule is not None:
-                    score, likely = _score(key.rule, logits, token, likely)
-                    low = score < numbers[LEVELS] / LEVEL_UNIT
+                    score, likely = score_of(key.rule, logits, token, likely)
+                    low = score < numbers[at.LEVELS] / LEVEL_UNIT
                     keep = keep & ~(ended if key.rule.after else low & (not key.sampled or i >= key.n_min))
                     ended = ended | low
                 keeps.append(keep & keeps[-1] if keeps else keep)
             if i + 1 == key.steps or (keeps and self._all_stopped(keeps[-1], requests)):
                 break
-            logits = self._feed_token(key, self._own(token), length + i, numbers[COUNTS])
+            logits = self._feed_token(key, self._own(token), length + i, numbers[at.COUNTS])
         lengths = torch.stack(keeps).sum(dim=0) if keeps else None
         if lengths is not None and not key.sampled and key.n_min:
             lengths = torch.where(lengths < key.n_min, 0, lengths)
@@ -403,13 +291,13 @@ class DraftCore:
         if not key.sampled:
             return scores.argmax(dim=-1), sound, None
         q = proposal_distribution(scores)
-        return race(q, streams(numbers[KEYS], numbers[POSITIONS] + i, key.purpose)), sound, q
+        return race(q, streams(numbers[at.KEYS], numbers[at.POSITIONS] + i, key.purpose)), sound, q
 
     def _feed_token(self, key: StepsKey, token: Tensor, slots: Tensor, counts: Tensor) -> Tensor:
         """Feed a drafted token [B] at `slots` [B]; returns the logits after it, [B, V_draft]."""
         # Not this call's own capacity: the recording stays with the cache, for calls that need more of it.
         end = min(self.cache.capacity, self.runner.context)
-        fed = self.runner.part(_following)(token, slots, counts, end, self.shapes.width(1))
+        fed = self.runner.part(next_inputs)(token, slots, counts, end, self.shapes.width(1))
         following = key.first._replace(width=fed[0].shape[1])
         return self.forward(following, PassInputs(*fed))[:, 0]
 
@@ -472,47 +360,3 @@ class DraftCore:
         return self.runner.step(
             self.cache, self.shapes, F.pad(tokens, (0, more)), starts, counts, tree=where
         ).logits[:, :count]  # fmt: skip
-
-
-def recordable(sampling: RowSampling | None) -> bool:
-    """True if draft steps can be named by what they compute."""
-    return sampling is None or sampling.signature is not None
-
-
-def stream_of(request: DraftRequest) -> int:
-    """Return the key of a row's random numbers; 0 if nothing is sampled."""
-    if request.sampling is None or not request.sampling.sampled:
-        return 0
-    assert request.noise is not None
-    return request.sampling.streams(request.noise)[0]
-
-
-def _keep(key: StepsKey, logits: Tensor, i: int) -> Tensor | bool:
-    """The stop rule: True [B] where position i is proposed, by q_i alone and never by the sampled token."""
-    if key.sampled and i < key.n_min:
-        return True
-    if not key.p_min:
-        return True
-    best = logits.float() if key.top_n is None else logits.float().topk(min(key.top_n, logits.shape[-1])).values
-    return torch.softmax(best, dim=-1).amax(dim=-1) >= key.p_min
-
-
-def _score(rule: StopRule, logits: Tensor, token: Tensor, likely: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what a stop rule compares with its threshold, [B], and the product so far, [B].
-
-    Only a rule that stops after a sampled token is shown it: otherwise the draft's length would depend on what it ends
-    with, and the text would not be the target's under leviathan.
-    """
-    q = torch.softmax(logits.float(), dim=-1)
-    score = rule.score(q, token if rule.after else None)
-    return (likely * score if rule.product else score), likely * score
-
-
-def _following(token: Tensor, slots: Tensor, counts: Tensor, end: int, width: int) -> tuple[Tensor, Tensor]:
-    """Return (tokens [B, width], layout [2, B]) of the pass that feeds one drafted token [B] per row at `slots` [B].
-
-    Rows that have reached `end`, and those outside the round (counts [B] = 0), take no part.
-    """
-    fits = (counts > 0) & (slots < end)
-    layout = torch.stack([torch.where(fits, slots, 0), fits.long()])
-    return F.pad(token[:, None], (0, width - 1)), layout

@@ -18,7 +18,7 @@ from typing import Any
 
 from specdec.device.transfer import to_device
 from specdec.drafters.base import Draft, DraftRequest, Tokens, empty_like
-from specdec.drafters.draft_model.core import Stops
+from specdec.drafters.draft_model.steps import Stops
 from specdec.drafters.draft_model.translation import TranslatingDrafter
 from specdec.errors import SpecdecError
 

@@ -28,18 +28,9 @@ from torch.nn import functional as F
 from specdec.device.buffers import Buffers
 from specdec.device.transfer import array_on
 from specdec.drafters.base import DraftRequest
-from specdec.drafters.draft_model.core import (
-    POSITIONS,
-    STARTS,
-    TOKENS,
-    DraftCore,
-    Proposal,
-    StepInputs,
-    StepsKey,
-    Stops,
-    recordable,
-    stream_of,
-)
+from specdec.drafters.draft_model import steps as at
+from specdec.drafters.draft_model.core import DraftCore
+from specdec.drafters.draft_model.steps import Proposal, StepInputs, StepsKey, Stops, recordable, stream_of
 from specdec.sampling.texts import Known
 
 # Columns of `AheadInputs.table`: ids of a row whose draft is being verified, the key of its random numbers, tokens of
@@ -51,10 +42,6 @@ class AheadKey(NamedTuple):
     """What is fixed in a recorded pipelined draft: its steps."""
 
     steps: StepsKey
-
-    @property
-    def is_prefill(self) -> bool:
-        return False
 
 
 @dataclass(frozen=True)
@@ -160,12 +147,12 @@ def overlap(
 ) -> Overlapped:  # fmt: skip
     """Draft a guess and k tokens after it, as if all of `judged` [B, k'] were accepted."""
     sampling, width = requests[0].sampling, core.shapes.width(1)
-    host, sizes = np.zeros((core.batch, TOKENS), dtype=np.int64), {}
+    host, sizes = np.zeros((core.batch, at.TOKENS), dtype=np.int64), {}
     drafted = [max(1, core.outstanding.get(b, 0)) for b in range(core.batch)]
     for r in requests:
         sizes[r.row] = size = len(r.tokens) + 1 + drafted[r.row]
-        host[r.row, STARTS : POSITIONS + 1] = size - 1, 1, stream_of(r), size
-    reach = int(host[:, STARTS].max()) + k + 1
+        host[r.row, at.STARTS : at.POSITIONS + 1] = size - 1, 1, stream_of(r), size
+    reach = int(host[:, at.STARTS].max()) + k + 1
     steps = core.key_of(sampling, width, reach, k + 1, stops, vocab_size)
     last = judged.gather(1, array_on(np.array(drafted)[:, None] - 1, judged.device))
     table = torch.cat([array_on(host, judged.device), F.pad(last, (0, width - 1))], dim=1)

@@ -16,7 +16,7 @@ from torch import Tensor
 from specdec.config import check_number, check_switch, check_whole
 from specdec.drafters.base import Draft, DraftContext, Drafter, DraftRequest, Tokens, empty_like
 from specdec.drafters.best_tree import TreeSize
-from specdec.drafters.draft_model.core import DraftCore, Proposal, StopRule, Stops
+from specdec.drafters.draft_model.core import DraftCore
 from specdec.drafters.draft_model.intersection import IntersectingDrafter
 from specdec.drafters.draft_model.pipelined import (
     Ahead,
@@ -28,6 +28,7 @@ from specdec.drafters.draft_model.pipelined import (
     take,
     take_rows,
 )
+from specdec.drafters.draft_model.steps import Proposal, StopRule, Stops
 from specdec.drafters.draft_model.translation import TranslatingDrafter
 from specdec.drafters.draft_model.tree import BestGrowth, Growth
 from specdec.drafters.tree_plan import parse_opt, parse_plan, plan_parents

@@ -43,10 +43,6 @@ class PlanKey(NamedTuple):
     scores: Any
     vocab_size: int
 
-    @property
-    def is_prefill(self) -> bool:
-        return False
-
 
 @dataclass(frozen=True)
 class PlanShape:

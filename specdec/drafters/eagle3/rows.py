@@ -23,7 +23,7 @@ from specdec.device.buffers import Buffers
 from specdec.device.clock import Clock
 from specdec.device.transfer import array_on, to_device
 from specdec.drafters.base import DraftRequest, Tokens, as_array
-from specdec.drafters.draft_model.core import stream_of
+from specdec.drafters.draft_model.steps import stream_of
 from specdec.drafters.eagle3.head import EagleHead
 from specdec.models.attention import RAGGED, MaskBuilder
 from specdec.models.kv_cache import RaggedCache, common_prefix

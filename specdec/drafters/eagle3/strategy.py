@@ -38,7 +38,7 @@ from specdec.drafters.base import (
     proposal_distribution,
 )
 from specdec.drafters.best_tree import Tree, TreeSize, grow
-from specdec.drafters.draft_model.core import Proposal, recordable
+from specdec.drafters.draft_model.steps import Proposal, recordable
 from specdec.drafters.eagle3.dynamic_tree import TreePasses
 from specdec.drafters.eagle3.formats import check_fit, load_head
 from specdec.drafters.eagle3.head import EagleHead
@@ -65,10 +65,6 @@ class ChainKey(NamedTuple):
     scores: Any
     vocab_size: int
 
-    @property
-    def is_prefill(self) -> bool:
-        return False
-
 
 class TreeKey(NamedTuple):
     """What is fixed in the recorded growth of trees."""
@@ -76,10 +72,6 @@ class TreeKey(NamedTuple):
     width: int
     kv_len: int
     size: TreeSize
-
-    @property
-    def is_prefill(self) -> bool:
-        return False
 
 
 @dataclass

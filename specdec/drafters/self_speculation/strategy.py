@@ -25,7 +25,8 @@ from torch import Tensor
 
 from specdec.config import check_number, check_switch, check_whole
 from specdec.drafters.base import Draft, DraftContext, Drafter, DraftRequest, Tokens, empty_like
-from specdec.drafters.draft_model.core import COUNTS, STARTS, DraftCore, Proposal, StepInputs, StepsKey, Stops
+from specdec.drafters.draft_model.core import DraftCore
+from specdec.drafters.draft_model.steps import COUNTS, STARTS, Proposal, StepInputs, StepsKey, Stops
 from specdec.drafters.self_speculation.adapter import ExitAdapter, load_adapter
 from specdec.errors import SpecdecError
 from specdec.models.passes import PassInputs, PassKey
