@@ -13,14 +13,12 @@ formula: tokens per round that follow from `everywhere` and n_max; residual: the
 
 from __future__ import annotations
 
-import argparse
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from measure_trees import held_out_prompts
+from measure_trees import started
 
 from specdec import DraftModel, SpeculativeDecoder, theory
 from specdec.files.compact_json import write_json
@@ -83,15 +81,12 @@ def measure(decoder: SpeculativeDecoder, prompts: list[list[int]], draft: str, t
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    out = parser.parse_args().out
-    first = SpeculativeDecoder.from_pretrained("demo-target", draft="demo-draft")
-    prompts, pairs = held_out_prompts(first)[:PROMPTS], {"demo-draft": first}
+    out, first, prompts = started(__doc__)
+    pairs = {"demo-draft": first}
     for strength in COARSE:
         draft = coarsen(first.target.model, strength)
         pairs[f"target, coarsened by {strength:g}"] = SpeculativeDecoder(first.target.model, draft, check=False)
-    rows = [measure(pairs[draft], prompts, draft, t) for draft, t in product(pairs, TEMPERATURES)]
+    rows = [measure(pairs[draft], prompts[:PROMPTS], draft, t) for draft, t in product(pairs, TEMPERATURES)]
     settings = {"prompts": PROMPTS, "new_tokens": NEW_TOKENS, "n_max": N_MAX}
     write_json(out, {"benchmark": "alpha", **origin(), **settings, "rows": rows})
 

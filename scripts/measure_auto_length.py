@@ -29,13 +29,15 @@ from typing import Any
 import torch
 
 import specdec
+from specdec.drafters.chain import Chain
 from specdec.drafters.costs import CostTable, nominal_costs
 from specdec.files.compact_json import write_json
 from specdec.research.bench import origin
 from specdec.research.bootstrap import ratio_of_ratios
 from specdec.research.models.smollm2 import fetch_folder
-from specdec.research.offline.replay import load_texts, model_free_chain, replay, replayed_seconds
+from specdec.research.offline.replay import load_texts, model_free_chain, replay
 from specdec.research.prompts.datasets import encode_texts, load_prompts
+from specdec.stats import RoundRecord
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXTS = ROOT / "results" / "texts_smollm2.npz"
@@ -161,6 +163,16 @@ def simulate(strategies: Sequence[str], costs: CostTable, limit: int) -> Row:
         rows.append({"id": text.id, "category": text.category, "methods": figures})
     found = {"strategies": list(strategies), "costs": costs.to_dict(), "summary": summary(rows, strategies)}
     return {**about("simulated"), **found}
+
+
+def replayed_seconds(chain: Chain, prompt: Any, records: Sequence[RoundRecord], costs: CostTable) -> float:
+    """What the rounds of a replay would take at batch 1, prefill left out; `chain`: fresh before it, for its calls."""
+    seconds, size = 0.0, len(prompt)
+    for record in records:
+        seconds += costs.seconds("target", 1, size - 1, 1 + record.drafted) + costs.round
+        size += record.tokens
+    calls = zip(chain.labels, chain.drafters, strict=True)
+    return seconds + sum(chain.counters[label].n_call_draft * costs.call(d.name) for label, d in calls)
 
 
 def about(kind: str) -> Row:

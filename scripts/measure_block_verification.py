@@ -12,16 +12,14 @@ intervals over the files that the contexts are from.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from measure_trees import held_out_prompts
+from measure_trees import started
 from torch import Tensor
 
 from specdec import DraftModel, SpeculativeDecoder
@@ -128,11 +126,7 @@ def calls(decoder: SpeculativeDecoder, prompts: list[list[int]]) -> list[dict[st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    out = parser.parse_args().out
-    decoder = SpeculativeDecoder.from_pretrained("demo-target", draft="demo-draft")
-    prompts = held_out_prompts(decoder)
+    out, decoder, prompts = started(__doc__)
     made = {"example": example(), "rounds": rounds(decoder, prompts), "calls": calls(decoder, prompts)}
     sizes = {"contexts": len(prompts), "drafts": DRAFTS, "new_tokens": NEW_TOKENS}
     write_json(out, {"benchmark": "block verification", **origin(), **sizes, **made})

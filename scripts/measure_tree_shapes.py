@@ -10,12 +10,10 @@ own, so it is compared with the estimate for the very texts that it wrote. Figur
 
 from __future__ import annotations
 
-import argparse
 import json
-from pathlib import Path
 from typing import Any
 
-from measure_trees import TEMPERATURE, held_out_prompts
+from measure_trees import TEMPERATURE, started
 
 from specdec import SpeculativeDecoder
 from specdec.files.compact_json import write_json
@@ -55,12 +53,8 @@ def rows_of(decoder: SpeculativeDecoder, prompts: list[list[int]], mode: str, no
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    out = parser.parse_args().out
-    decoder = SpeculativeDecoder.from_pretrained("demo-target", draft="demo-draft")
-    prompts = held_out_prompts(decoder)[:PROMPTS]
-    rows = [row for mode in MODES for nodes in NODES for row in rows_of(decoder, prompts, mode, nodes)]
+    out, decoder, prompts = started(__doc__)
+    rows = [row for mode in MODES for nodes in NODES for row in rows_of(decoder, prompts[:PROMPTS], mode, nodes)]
     settings = {"temperature": TEMPERATURE, "prompts": PROMPTS, "new_tokens": NEW_TOKENS, "copies": COPIES}
     write_json(out, {"benchmark": "tree_shapes", **origin(), **settings, "shapes": rows})
 

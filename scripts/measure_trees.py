@@ -47,6 +47,15 @@ def held_out_prompts(decoder: SpeculativeDecoder) -> list[list[int]]:
     return [decoder.tokenizer(text)["input_ids"][:40] for text in texts]
 
 
+def started(about: str | None) -> tuple[Path, SpeculativeDecoder, list[list[int]]]:
+    """Read the option --out of a script with this docstring; returns it, the embedded pair and the held-out prompts."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    out = parser.parse_args().out
+    decoder = SpeculativeDecoder.from_pretrained("demo-target", draft="demo-draft")
+    return out, decoder, held_out_prompts(decoder)
+
+
 def tokens_per_round(decoder: SpeculativeDecoder, prompts: list[list[int]]) -> list[dict[str, Any]]:
     """One entry a shape and mode; `error`: the standard error of the mean over prompts."""
     entries = []
@@ -91,11 +100,7 @@ def distributions(model: Any, text: list[int]) -> np.ndarray:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    out = parser.parse_args().out
-    decoder = SpeculativeDecoder.from_pretrained("demo-target", draft="demo-draft")
-    prompts = held_out_prompts(decoder)
+    out, decoder, prompts = started(__doc__)
     settings = {
         "temperature": TEMPERATURE,
         "prompts": {"acceptance": len(prompts), "trees": TREE_PROMPTS},

@@ -26,16 +26,17 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import statistics
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from measure_spec_bench import rank_correlation
+from ngram_report import acceptance_block, cost_block
+from speed_report import speed_block
+
 from specdec.research.ablation.plots import PLOTS, context_curve
 from specdec.research.bench import report, smoke
-from specdec.research.bench.ngram_report import acceptance_block, cost_block
-from specdec.research.bench.speed_report import speed_block
 from specdec.research.bench.tables import interval, made_with, markdown
 from specdec.research.exactness.run import PARTS
 from specdec.research.exactness.summary import table
@@ -375,7 +376,7 @@ def spec_bench_block(result: Result) -> str:
         if "published" in entry:
             pairs = {g: (entry["groups"][g]["value"], p) for g, p in zip(groups, entry["published"], strict=True)}
             kept = [pair for group, pair in pairs.items() if group != "translation"]
-            ranked = [f"{_rank_correlation(p):.2f}" for p in (list(pairs.values()), kept)]
+            ranked = [f"{rank_correlation(*zip(*p, strict=True)):.2f}" for p in (list(pairs.values()), kept)]
         rows.append([name, *found.values(), *ranked])
         if "published" in entry and "," not in name:
             rows.append(["- published speed-up", *(f"{value:.2f}" for value in entry["published"]), "", ""])
@@ -407,13 +408,6 @@ def head_block(result: Result) -> str:
         said += f"training the expected acceptance of a draft's tokens is {forced}, teacher-forced."
     heads = ["strategy", "accepted length", "rounds", "draft passes", "draft, ms a round"]
     return f"{said} The head weighs {head['bytes'] / 1e6:.1f} MB.\n\n{markdown(heads, rows)}"
-
-
-def _rank_correlation(pairs: list[tuple[float, float]]) -> float:
-    """Spearman's; equal values share their mean rank."""
-    sides = [*zip(*pairs, strict=True)]
-    ranks = [[sum((y < x) + (y == x) / 2 for y in side) for x in side] for side in sides]
-    return statistics.correlation(*ranks)
 
 
 class Block(NamedTuple):

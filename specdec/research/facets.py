@@ -5,12 +5,11 @@ facets("runs/smoke", "conditional_acceptance_rate", x="position", colour="strate
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from specdec.errors import SpecdecError, unknown_name
-from specdec.research.ablation.look import finish, make_axes, shares, shift
+from specdec.research.ablation.look import error_bars, finish, make_axes, shares, shift
 from specdec.research.bench_results import BenchResults
 from specdec.research.bootstrap import Interval
 from specdec.research.colours import looks
@@ -59,7 +58,8 @@ def facets(
         for i, value in enumerate(colours):
             own = [r for r in rows if r[colour] == value and (panel is None or r[panel] == title)]
             at = [(r[x] if numbers else places.index(r[x])) + shift(i, len(colours), step) for r in own]
-            _points(place, at, [r[figure] for r in own], str(value), look[i], connected=numbers)
+            points = zip(at, (r[figure] for r in own), strict=True)
+            error_bars(place, points, str(value), *look[i], linestyle="-" if numbers else "none", capsize=3)
         place.set_xlabel(IN_WORDS.get(x, x))
         place.set_ylabel(IN_WORDS.get(figure, figure.replace("_", " ")))
         place.set_title("" if title is None else f"{panel} = {title}", fontsize=10)
@@ -75,18 +75,6 @@ def _values(row: Any, name: str) -> list[Any]:
     if not row["drafts"] or name in ("position", "length", "accepted_length"):
         return []
     return chain_of(row) if name == "strategy" else [row.get(name)]
-
-
-def _points(
-    axes: Any, at: Sequence[float], found: Sequence[Interval], label: str, look: tuple[str, str], connected: bool
-) -> None:
-    """Draw one colour's points with their intervals. look: colour and marker."""
-    known = [(x, f) for x, f in zip(at, found, strict=True) if f.value is not None]
-    values = [float(f.value or 0.0) for _, f in known]
-    low = [max(0.0, v - (v if f.low is None else f.low)) for v, (_, f) in zip(values, known, strict=True)]
-    high = [max(0.0, (v if f.high is None else f.high) - v) for v, (_, f) in zip(values, known, strict=True)]
-    style: dict[str, Any] = {"color": look[0], "marker": look[1], "linestyle": "-" if connected else "none"}
-    axes.errorbar([x for x, _ in known], values, yerr=[low, high], label=label, capsize=3, **style)
 
 
 __all__ = ["facets"]

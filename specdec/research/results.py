@@ -30,7 +30,7 @@ from specdec.research.ablation.summary import (
     conversation,
     setting_figures,
 )
-from specdec.research.ablation.table import AS_THEY_ARE, REFERENCE, TIMES, Row, as_rows, figures
+from specdec.research.ablation.table import AS_THEY_ARE, REFERENCE, TIMES, Row, as_rows, figures, with_plain
 from specdec.research.bench_results import BenchResults
 from specdec.research.bootstrap import Interval, ratio
 from specdec.research.loops import is_looped, without_loops
@@ -114,10 +114,7 @@ class Results:
         kept = [r for r in self.rows if r["drafts"] and fits(r)]
         if not kept:
             raise SpecdecError(f"{self.source}: no row that drafts has {wanted}")
-        needed = {(r.get("plain"), r["prompt"]) for r in kept}
-        chosen = {id(r) for r in kept}
-        rows = [r for r in self.rows if id(r) in chosen or (not r["drafts"] and (r["cell"], r["prompt"]) in needed)]
-        return Results(rows, self.source)
+        return Results(with_plain(kept, self.rows), self.source)
 
     def without_loops(self) -> Results:
         """The rows whose texts do not repeat one piece to their end (docs/metrics.md). Raises SpecdecError where

@@ -12,6 +12,8 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
 def load_script(name: str) -> Any:
     """The module of `scripts/<name>.py`."""
+    if str(SCRIPTS) not in sys.path:  # they import each other
+        sys.path.append(str(SCRIPTS))
     spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None

@@ -161,7 +161,7 @@ def test_rows_say_which_chat_template_they_went_through(pair: dict[str, str], tm
         strategies={"lookup": ["prompt-lookup"]},
     )  # fmt: skip
     nothing = run_ablation(only, tmp_path / "nothing")
-    assert (nothing.errors, nothing.overhead) == (nothing.rows, None)
+    assert (nothing.errors, nothing.decode) == (nothing.rows, 0.0)
     bare = found["bare", "chats/0"]
     assert bare["chat_template"] is None
     assert bare["prompt_hash"] == hash_ids(tokenizer("a = 1\n\nb\n\nx")["input_ids"])

@@ -13,7 +13,6 @@ from specdec.errors import SpecdecError
 from specdec.models.loading import load_tokenizer
 from specdec.research.bench import smoke as bench
 from specdec.research.bench.contenders import Own
-from specdec.research.bench.speed_report import speed_block
 from tests.helpers.scripts import load_script
 
 pytestmark = pytest.mark.full  # measurements take their time
@@ -166,7 +165,7 @@ def test_the_exactness_block_holds_the_figures_of_every_file(write_results: Any)
     assert write_results.exactness_block([]) == "Not measured yet."
 
 
-def test_the_speed_block_holds_the_figures() -> None:
+def test_the_speed_block_holds_the_figures(write_results: Any) -> None:
     row = {"median": 8.0, "min": 7.0, "max": 9.0}
     report = {"target": {"captured": 3, "seconds": 1.25}, "draft": {"captured": 2, "seconds": 0.25}}
     call = {"eager": {"ms_a_token": 30.0}, "graph": {"ms_a_token": 10.0, "first_call": report}}
@@ -185,7 +184,7 @@ def test_the_speed_block_holds_the_figures() -> None:
         },
         "generation": {"plain": {**call, "graph_equals_eager": False}},
     }  # fmt: skip
-    made = speed_block(document)
+    made = write_results.speed_block(document)
     assert "| 8B | width 8 | 24.00 | - | 8.50 | - | 8.00 | 3.00 | 1.60 |" in made
     assert "| 8B | cut | 8.00 | - | - | - | - | - | - |" in made
     assert "| 8B | 2048 tokens | 90.0 |" in made

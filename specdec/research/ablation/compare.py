@@ -29,7 +29,7 @@ from specdec.research.ablation.summary import (
     setting_figures,
     theoretical_speedup,
 )
-from specdec.research.ablation.table import Row, table_of
+from specdec.research.ablation.table import Row, at, table_of
 from specdec.research.loops import without_loops
 from specdec.research.offline.forcing import read_pair
 from specdec.stats import PER_TESTED
@@ -121,7 +121,7 @@ def candidate(group: Sequence[Row], rows: Sequence[Row], facts: Mapping[str, Any
     figures, head = setting_figures(group, rows), group[0]
     costs, alone = figures.get("costs"), head["pair"] == ALONE
     depth = max((len(r["tested"]) for r in group), default=0)
-    counts = [[sum(_at(r[name], i) for r in group) for name in ("reached", "tested")] for i in range(depth)]
+    counts = [[sum(at(r[name], i) for r in group) for name in ("reached", "tested")] for i in range(depth)]
     by_position = [a / t if t else None for a, t in counts]
     categories = dict.fromkeys(r["category"] for r in group)
     by_category = {c: _pooled([r for r in group if r["category"] == c]) for c in categories}
@@ -150,10 +150,6 @@ def best_length(costs: Mapping[str, float] | None) -> tuple[int | None, float | 
     gains = {0: 1.0, **{k: theoretical_speedup(costs, k) for k in range(1, LONGEST_K + 1)}}
     best = max(gains, key=lambda k: (gains[k], -k))
     return best, gains[best]
-
-
-def _at(values: Sequence[int], index: int) -> int:
-    return values[index] if index < len(values) else 0
 
 
 def _pooled(rows: Sequence[Row]) -> float | None:

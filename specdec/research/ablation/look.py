@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from specdec.errors import SpecdecError
-from specdec.research.ablation.table import Row
+from specdec.research.ablation.table import Row, with_plain
+from specdec.research.bootstrap import Interval
 from specdec.research.colours import colour_of, marker_of, with_luminance
 from specdec.research.results_table import check_name
 
@@ -79,9 +80,7 @@ def panels(rows: Sequence[Row], name: str | None) -> dict[str, list[Row]]:
     found: dict[str, list[Row]] = {}
     for value in dict.fromkeys(r.get(name) for r in rows if r["drafts"]):
         own = [r for r in rows if r["drafts"] and r.get(name) == value]
-        needed = {(r.get("plain"), r["prompt"]) for r in own}
-        plain = [r for r in rows if not r["drafts"] and (r.get("cell"), r["prompt"]) in needed]
-        found[f"{name} = {value}"] = plain + own
+        found[f"{name} = {value}"] = with_plain(own, rows)
     return found or {"": list(rows)}
 
 
@@ -106,6 +105,18 @@ def make_axes(count: int, given: Any = None) -> tuple[Figure | None, list[Any]]:
     for spare in list(made)[count:]:
         spare.remove()
     return figure, figure.axes
+
+
+def error_bars(
+    axes: Any, points: Iterable[tuple[float, Interval]], label: str, colour: str, marker: str, **style: Any
+) -> Any:
+    """Draw points with their intervals; returns the line. Points without a value are left out, and an end that is not
+    known is the value."""
+    known = [(x, f, f.value) for x, f in points if f.value is not None]
+    low = [max(0.0, v - (v if f.low is None else f.low)) for _, f, v in known]
+    high = [max(0.0, (v if f.high is None else f.high) - v) for _, f, v in known]
+    style |= {"color": colour, "marker": marker, "label": label}
+    return axes.errorbar([x for x, _, _ in known], [v for _, _, v in known], yerr=[low, high], **style)[0]
 
 
 def finish(axes: Any, figure: Figure | None, loops: Mapping[str, float]) -> None:

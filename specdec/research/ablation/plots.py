@@ -19,7 +19,7 @@ import numpy as np
 
 from specdec.config import check_whole
 from specdec.errors import SpecdecError
-from specdec.research.ablation.look import Look, curve, shift
+from specdec.research.ablation.look import Look, curve, error_bars, shift
 from specdec.research.ablation.plot_table import PAIRED, ROUNDS, of_table
 from specdec.research.ablation.summary import (
     by_setting,
@@ -30,8 +30,8 @@ from specdec.research.ablation.summary import (
     setting_figures,
     theoretical_speedup,
 )
-from specdec.research.ablation.table import Row
-from specdec.research.bootstrap import ratio
+from specdec.research.ablation.table import Row, at
+from specdec.research.bootstrap import Interval, ratio
 from specdec.research.colours import colour_of, tint
 from specdec.research.results_table import IN_WORDS
 from specdec.stats import PER_TESTED, RoundRecord
@@ -53,7 +53,7 @@ def acceptance_by_position(rows: list[Row], axes: Any, look: Look) -> None:
     for index, (name, group) in enumerate(groups.items()):
         points = []
         for i in range(max(len(r["tested"]) for r in group)):
-            counts = _by_prompt([(conversation(r), _at(r["reached"], i), _at(r["tested"], i)) for r in group])
+            counts = _by_prompt([(conversation(r), at(r["reached"], i), at(r["tested"], i)) for r in group])
             if sum(counts[1]) >= LEAST_TESTED:
                 points.append((i + 1, ratio(*counts)))
         _line(axes, look, name, points, shift(index, len(groups)))
@@ -69,7 +69,7 @@ def accepted_length_histogram(rows: list[Row], axes: Any, look: Look) -> None:
     width = 0.8 / max(1, len(groups))
     for index, (name, group) in enumerate(groups.items()):
         longest = max(len(r["acceptance_histogram"]) for r in group)
-        counts = np.array([[_at(r["acceptance_histogram"], i) for i in range(longest)] for r in group]).sum(axis=0)
+        counts = np.array([[at(r["acceptance_histogram"], i) for i in range(longest)] for r in group]).sum(axis=0)
         places = np.arange(longest) + (index - (len(groups) - 1) / 2) * width
         axes.bar(places, counts / max(1, counts.sum()), width, label=name, color=look.colour(name))
     _whole_ticks(axes)
@@ -231,10 +231,6 @@ def _by_prompt(counts: Sequence[tuple[str, float, float]]) -> tuple[list[float],
     return [a for a, _ in sums.values()], [b for _, b in sums.values()]
 
 
-def _at(values: Sequence[float] | None, index: int) -> float:
-    return values[index] if values is not None and index < len(values) else 0
-
-
 def _label(axes: Any, x: str, y: str) -> None:
     axes.set_xlabel(x)
     axes.set_ylabel(y)
@@ -250,15 +246,9 @@ def _whole_ticks(axes: Any) -> None:
 
 def _line(axes: Any, look: Look, name: str, points: Sequence[tuple[float, Any]], beside: float = 0.0) -> Any:
     """A line with error bars; points are (x, Interval or its dict)."""
-    intervals = [(x, i if isinstance(i, Mapping) else i.to_dict()) for x, i in points]
-    known = [(x, i) for x, i in intervals if i["value"] is not None]
-    values = [i["value"] for _, i in known]
-    low = [max(0.0, i["value"] - (i["value"] if i["low"] is None else i["low"])) for _, i in known]
-    high = [max(0.0, (i["value"] if i["high"] is None else i["high"]) - i["value"]) for _, i in known]
-    colour = look.colour(name)
-    style: dict[str, Any] = {"color": colour, "ecolor": tint(colour, 0.4), "elinewidth": 1, "capsize": 2}
-    style |= {"marker": look.marker(name), "label": name}
-    return axes.errorbar([x + beside for x, _ in known], values, yerr=[low, high], **style)[0]
+    found = [(x + beside, Interval(**i) if isinstance(i, Mapping) else i) for x, i in points]
+    colour, marker = look.colour(name), look.marker(name)
+    return error_bars(axes, found, name, colour, marker, ecolor=tint(colour, 0.4), elinewidth=1, capsize=2)
 
 
 __all__ = [

@@ -55,11 +55,6 @@ class Session:
     decode: float = 0.0  # calls of `generate`
     loaded: list[str] = field(default_factory=list)
 
-    @property
-    def overhead(self) -> float | None:
-        """Time that the runner takes, relative to decoding."""
-        return (self.wall - self.load - self.decode) / self.decode if self.decode else None
-
 
 def run_ablation(
     config: AblationConfig,
@@ -162,10 +157,7 @@ class _Run:
                 self.write([_failed(cell, p, self.plan, number, failure) for p in prompts])
             return
         self.store.check_weights(cells, loaded.weights)
-        names = {role: model_name(r.model) for role, r in loaded.decoder._runners().items()}
-        self.store.name_models(
-            cells[0].pair, {role: {**n, "weights": loaded.weights[role]} for role, n in names.items()}
-        )
+        self.store.name_models(cells[0].pair, loaded.names())
         self._warm_up(loaded, cells)
         self.session.load += time.perf_counter() - started
         self.session.loaded.append(cells[0].pair)

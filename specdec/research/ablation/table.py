@@ -25,6 +25,7 @@ from specdec.errors import SpecdecError
 from specdec.files.texts import as_path, is_file, is_folder, parse_json, write_file
 from specdec.research.ablation.config import PLAIN
 from specdec.research.ablation.store import Store, read_checked
+from specdec.research.exactness.equality import first_difference
 from specdec.research.loops import loop_tokens
 from specdec.stats import RoundRecord, Tally
 
@@ -159,6 +160,17 @@ def figures(entry: Mapping[str, Any]) -> Row:
     }
 
 
+def at(values: Sequence[int] | None, index: int) -> int:
+    """An entry of `drafted`, `tested`, `reached` or the histogram of a row; 0 beyond its end."""
+    return values[index] if values is not None and index < len(values) else 0
+
+
+def with_plain(kept: Sequence[Row], rows: Iterable[Row]) -> list[Row]:
+    """Add the references of these rows, in the order of the table, so that speed-ups can be paired."""
+    needed, chosen = {(r.get("plain"), r["prompt"]) for r in kept}, {id(r) for r in kept}
+    return [r for r in rows if id(r) in chosen or (not r["drafts"] and (r.get("cell"), r["prompt"]) in needed)]
+
+
 def loops(tokens: Sequence[int]) -> Row:
     """How much of a text is in a loop at its end."""
     looped = loop_tokens(tokens)
@@ -186,14 +198,6 @@ def with_references(rows: Sequence[Row]) -> None:
         for name in REFERENCE:
             if found is not None or f"plain_{name}" not in row:
                 row[f"plain_{name}"] = None if found is None else found.get(name)
-
-
-def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
-    """Index of the first id that differs, the end of the shorter one where it is the beginning of the other; None =
-    equal."""
-    if list(a) == list(b):
-        return None
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 # -- Parquet ----------------------------------------------------------------------------------------------------------

@@ -92,16 +92,6 @@ def model_free_chain(strategies: Any, longest: int, costs: CostTable | None = No
     return chain
 
 
-def replayed_seconds(chain: Chain, prompt: np.ndarray, records: Sequence[RoundRecord], costs: CostTable) -> float:
-    """What the rounds of a replay would take at batch 1, prefill left out; `chain`: fresh before it, for its calls."""
-    seconds, size = 0.0, len(prompt)
-    for record in records:
-        seconds += costs.seconds("target", 1, size - 1, 1 + record.drafted) + costs.round
-        size += record.tokens
-    calls = zip(chain.labels, chain.drafters, strict=True)
-    return seconds + sum(chain.counters[label].n_call_draft * costs.call(d.name) for label, d in calls)
-
-
 def replay(chain: Chain, prompt: np.ndarray, output: np.ndarray, n_max: int = 0, row: int = 0) -> list[RoundRecord]:
     """The rounds of decoding `output` after `prompt` with this chain, as the engine would run them.
 
