@@ -16,7 +16,7 @@ from specdec.errors import SpecdecError
 from specdec.models.checkpoint import said
 from specdec.models.kv_cache import kv_cache_bytes
 from specdec.models.runner import context_length
-from specdec.models.vocabulary import Vocabularies, compare_vocabularies, handling
+from specdec.models.vocabulary import Vocabularies, handling
 
 SIZE_RATIO_WARNING = 1 / 3
 
@@ -177,6 +177,3 @@ class PairReport:
             "warnings": list(self.warnings),
             "memory": self.memory(batch, tokens),
         }
-
-
-__all__ = ["ModelFacts", "PairReport", "compare_vocabularies"]

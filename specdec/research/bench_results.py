@@ -160,6 +160,3 @@ def _interval(found: Any) -> Interval:
         low, high = (found.get(a, found.get(b)) for a, b in (("low", "min"), ("high", "max")))
         return Interval(found.get("value", found.get("median")), low, high)
     return Interval(found)
-
-
-__all__ = ["BenchResults"]

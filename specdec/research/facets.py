@@ -75,6 +75,3 @@ def _values(row: Any, name: str) -> list[Any]:
     if not row["drafts"] or name in ("position", "length", "accepted_length"):
         return []
     return chain_of(row) if name == "strategy" else [row.get(name)]
-
-
-__all__ = ["facets"]

@@ -338,6 +338,3 @@ def _ordered(rows: list[dict[str, Any]], names: Sequence[str]) -> list[dict[str,
         numbers = all(isinstance(v, (int, float, type(None))) for v in values)
         place[name] = {v: (v is not None, v or 0) if numbers else i for i, v in enumerate(values)}
     return sorted(rows, key=lambda row: [place[n][row[n]] for n in names])
-
-
-__all__ = ["Results"]

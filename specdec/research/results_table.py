@@ -187,6 +187,3 @@ def _written(text: str, path: str | Path | None, what: str) -> str:
     if path is not None:
         write_file(path, text, what)
     return text
-
-
-__all__ = ["ResultTable"]

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from specdec import DraftModel, LoadedPair, SpecdecError, SpeculativeDecoder, demo_models, load_pair
-from specdec.models.pair_report import compare_vocabularies
+from specdec.models.vocabulary import compare_vocabularies
 from tests.helpers.playing import random_ids
 from tests.helpers.tiny import TINY_KINDS, tiny_model
 from tests.helpers.tokens import byte_level, word_level

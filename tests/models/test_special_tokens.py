@@ -13,8 +13,7 @@ from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
 import specdec
 from specdec import SpecdecError, SpeculativeDecoder
-from specdec.models.pair_report import compare_vocabularies
-from specdec.models.vocabulary import Vocabularies
+from specdec.models.vocabulary import Vocabularies, compare_vocabularies
 from tests.helpers.laws import cell, fit, samples, small_model, three_token_law
 from tests.helpers.playing import random_ids, weaker
 from tests.helpers.tiny import tiny_model

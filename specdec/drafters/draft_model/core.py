@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +18,16 @@ from torch.nn import functional as F
 
 from specdec.device.clock import Clock
 from specdec.device.transfer import array_on, to_device
-from specdec.drafters.base import DraftRequest, RowSampling, Tokens, as_array, pad_vocabulary, proposal_distribution
+from specdec.drafters.base import (
+    Draft,
+    Drafter,
+    DraftRequest,
+    RowSampling,
+    Tokens,
+    as_array,
+    pad_vocabulary,
+    proposal_distribution,
+)
 from specdec.drafters.draft_model import steps as at  # the columns of a table of steps
 from specdec.drafters.draft_model.steps import (
     LEVEL_UNIT,
@@ -360,3 +370,30 @@ class DraftCore:
         return self.runner.step(
             self.cache, self.shapes, F.pad(tokens, (0, more)), starts, counts, tree=where
         ).logits[:, :count]  # fmt: skip
+
+
+class CoreDrafter(Drafter):
+    """Base of strategies that draft with a `DraftCore`, in `_core`."""
+
+    _core: Any
+
+    def begin(self, row: int, prompt: Tokens) -> None:
+        self._core.begin(row, prompt)
+
+    def accept(self, row: int, n_accepted: int, is_other: bool) -> None:
+        if not is_other:
+            self._core.accept(row, n_accepted)
+
+    def accept_path(self, row: int, nodes: Sequence[int]) -> None:
+        self._core.accept_path(row, nodes)
+
+    def cost(self) -> tuple[int, float]:
+        return self._core.cost()  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        self._core.close()
+
+    def drafts(self, requests: Sequence[DraftRequest], limits: Mapping[int, int], proposal: Proposal) -> list[Draft]:
+        """Return the proposal's drafts, each up to its row's limit; empty for rows without one."""
+        cut = {row: proposal.draft(row, n, self.name) for row, n in limits.items() if n > 0}
+        return [cut.get(r.row, Draft()) for r in requests]

@@ -30,34 +30,29 @@ class IntersectingDrafter(TranslatingDrafter):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        context, runner = self.context, self.core.runner
+        context, runner = self.context, self._core.runner
         sizes = context.vocab_size, runner.vocab_size
         self.counterpart = counterparts(context.tokenizer, context.draft_tokenizer, *sizes)
         if not self.counterpart:
             raise SpecdecError("target and draft have no token in common: use translate=True, which goes through text")
         source = [self.counterpart.get(token, -1) for token in range(context.vocab_size)]
-        self.core.source = to_device(source, runner.device)
+        self._core.source = to_device(source, runner.device)
         self.texts: dict[int, tuple[int, list[int]]] = {}  # row -> target tokens read so far, the draft's ids of them
 
     def begin(self, row: int, prompt: Tokens) -> None:
         super().begin(row, prompt)
         self.texts.pop(row, None)
 
-    def accept(self, row: int, n_accepted: int, is_other: bool) -> None:
-        if not is_other:
-            self.core.accept(row, n_accepted)
-
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         inner = [self._in_draft_ids(r) for r in requests]
-        limits = [self.core.room(r, self.settings.n_max) if r.last >= 0 else 0 for r in inner]
+        limits = [self._core.room(r, self.settings.n_max) if r.last >= 0 else 0 for r in inner]
         work = [(r, n) for r, n in zip(inner, limits, strict=True) if n > 0]
         if not work:
             return empty_like(requests)
         stops = Stops(self.settings.p_min, self.settings.n_min, self.settings.top_n)
         k = max(n for _, n in work)
-        proposal = self.core.propose([r for r, _ in work], k, stops, self.context.vocab_size)
-        drafts = {r.row: proposal.draft(r.row, n, self.name) for r, n in work}
-        return [drafts.get(r.row, Draft()) for r in requests]
+        proposal = self._core.propose([r for r, _ in work], k, stops, self.context.vocab_size)
+        return self.drafts(requests, {r.row: n for r, n in work}, proposal)
 
     def _in_draft_ids(self, request: DraftRequest) -> DraftRequest:
         """Return the row in the draft's ids, at the target's position; last < 0: the draft sees no text yet."""

@@ -14,9 +14,9 @@ from typing import Any
 from torch import Tensor
 
 from specdec.config import check_number, check_switch, check_whole
-from specdec.drafters.base import Draft, DraftContext, Drafter, DraftRequest, Tokens, empty_like
+from specdec.drafters.base import Draft, DraftContext, DraftRequest, empty_like
 from specdec.drafters.best_tree import TreeSize
-from specdec.drafters.draft_model.core import DraftCore
+from specdec.drafters.draft_model.core import CoreDrafter, DraftCore
 from specdec.drafters.draft_model.intersection import IntersectingDrafter
 from specdec.drafters.draft_model.pipelined import (
     Ahead,
@@ -42,7 +42,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 @dataclass
-class DraftModel(Drafter):
+class DraftModel(CoreDrafter):
     """The draft model as a strategy. Parameters that are None take the preset's value, or the default.
 
     n_max: most tokens to propose; None = automatic length (length.py), 5 if that is off
@@ -166,25 +166,9 @@ class DraftModel(Drafter):
     def steps(self, k: int) -> int:
         return self._core.recorded_steps(k, self.n_max or k)
 
-    def begin(self, row: int, prompt: Tokens) -> None:
-        self._core.begin(row, prompt)
-
-    def accept(self, row: int, n_accepted: int, is_other: bool) -> None:
-        if not is_other:
-            self._core.accept(row, n_accepted)
-
-    def accept_path(self, row: int, nodes: Sequence[int]) -> None:
-        self._core.accept_path(row, nodes)
-
-    def cost(self) -> tuple[int, float]:
-        return self._core.cost()
-
     @property
     def overlapped(self) -> dict[str, int]:
         return self._guesses if self.overlap else {}
-
-    def close(self) -> None:
-        self._core.close()
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         depth = len(self.tree) if self.tree and not self._best else self.n_max or 0
@@ -205,8 +189,7 @@ class DraftModel(Drafter):
         else:
             proposal = self._propose(wanted, depth)
         self._proposal = proposal
-        drafts = {r.row: proposal.draft(r.row, n, self.name) for r, n in work}
-        return [drafts.get(r.row, Draft()) for r in requests]
+        return self.drafts(requests, {r.row: n for r, n in work}, proposal)
 
     def _propose(self, requests: Sequence[DraftRequest], depth: int) -> Proposal:
         k = self._core.recorded_steps(max(self._core.room(r, depth) for r in requests), depth)

@@ -14,15 +14,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from specdec.drafters.base import Draft, DraftContext, Drafter, DraftRequest, Tokens, as_array
-from specdec.drafters.draft_model.core import DraftCore
+from specdec.drafters.base import Draft, DraftContext, DraftRequest, Tokens, as_array
+from specdec.drafters.draft_model.core import CoreDrafter, DraftCore
 from specdec.errors import SpecdecError
 from specdec.models.kv_cache import common_prefix
 from specdec.models.pair_report import draft_capacity
 
 
 @dataclass
-class TranslatingDrafter(Drafter):
+class TranslatingDrafter(CoreDrafter):
     """Built by `DraftModel(translate=True)`, which is its `settings`."""
 
     settings: Any
@@ -35,21 +35,15 @@ class TranslatingDrafter(Drafter):
         if context.tokenizer is None or context.draft_tokenizer is None or context.draft_runner is None:
             wanted = f"translate={self.settings.translate!r}"
             raise SpecdecError(f"draft-model with {wanted} needs a draft model and both tokenizers")
-        self.core = DraftCore(context.draft_runner, context.batch, draft_capacity(context.capacity))
-
-    def cost(self) -> tuple[int, float]:
-        return self.core.cost()
-
-    def close(self) -> None:
-        self.core.close()
+        self._core = DraftCore(context.draft_runner, context.batch, draft_capacity(context.capacity))
 
     def begin(self, row: int, prompt: Tokens) -> None:
-        self.core.begin(row, [])
+        self._core.begin(row, [])
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         texts = [self._text(r) for r in requests]
         inner = [self._inner(r, text) for r, text in zip(requests, texts, strict=True)]
-        limits = [self.core.room(r, self.settings.n_max) if r.last >= 0 else 0 for r in inner]
+        limits = [self._core.room(r, self.settings.n_max) if r.last >= 0 else 0 for r in inner]
         work = [(r, n) for r, n in zip(inner, limits, strict=True) if n > 0]
         if not work:
             return [Draft() for _ in requests]
@@ -71,7 +65,7 @@ class TranslatingDrafter(Drafter):
             text = text.replace(old, new)
         tokenizer: Any = self.context.draft_tokenizer
         ids = as_array(tokenizer(text)["input_ids"])
-        row, core = request.row, self.core
+        row, core = request.row, self._core
         if len(ids) == 0:
             return replace(request, tokens=[], last=-1)
         known = min(core.length[row], core.written[row])
@@ -80,12 +74,12 @@ class TranslatingDrafter(Drafter):
 
     def _continue(self, requests: Sequence[DraftRequest], k: int) -> dict[int, list[int]]:
         """Return k argmax tokens of the draft for each row, on the host."""
-        logits = self.core.catch_up(requests)
+        logits = self._core.catch_up(requests)
         tokens = []
         for i in range(k):
             tokens.append(logits.argmax(dim=-1))
             if i + 1 < k:
-                logits = self.core.step(requests, tokens[-1], i)
+                logits = self._core.step(requests, tokens[-1], i)
         assert self.context.reader is not None
         columns = self.context.reader.read(*tokens)
         return {r.row: [column[r.row] for column in columns] for r in requests}

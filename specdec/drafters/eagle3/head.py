@@ -303,6 +303,3 @@ class EagleHead(nn.Module):
 
 def _linear(config: HeadConfig, name: str, inputs: int, outputs: int) -> nn.Linear:
     return nn.Linear(inputs, outputs, bias=name in config.biases)
-
-
-__all__ = ["EagleHead", "RMSNorm", "rope_frequencies"]

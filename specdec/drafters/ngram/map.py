@@ -28,16 +28,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from specdec.drafters.base import DraftContext, DraftRequest, RowDrafter, Tokens, as_array
-from specdec.drafters.ngram.hashing import (
-    MAP_MASK,
-    MAP_MULTIPLIER,
-    check_sizes,
-    hash_windows,
-    newest_ngram,
-    own_state,
-    powers,
-    resolve_switches,
-)
+from specdec.drafters.ngram import hashing
 
 MOST_HITS = 16380
 MOST_VALUES = 4
@@ -111,7 +102,7 @@ class RowMap:
 
     def find(self, tokens: np.ndarray, key: np.ndarray) -> int:
         """Find where the key occurred before, 0 = nowhere; then index the positions that are new."""
-        wanted = int(key.astype(np.uint64) @ self.weights) & MAP_MASK
+        wanted = int(key.astype(np.uint64) @ self.weights) & hashing.MAP_MASK
         found = 0
         last = len(tokens) - self.n - self.m - 1
         if self.slots:
@@ -141,7 +132,9 @@ class RowMap:
         for low, high in spans:
             if low <= high:
                 orders.append(np.arange(high, low - 1, -1))
-                hashes.append(hash_windows(tokens[low : high + self.n], self.weights)[::-1] & np.uint64(MAP_MASK))
+                hashes.append(
+                    hashing.hash_windows(tokens[low : high + self.n], self.weights)[::-1] & np.uint64(hashing.MAP_MASK)
+                )
         return np.concatenate(orders), np.concatenate(hashes)
 
     def _index(self, order: np.ndarray, hashes: np.ndarray) -> None:
@@ -167,7 +160,7 @@ class RowMap:
         """List all positions in first..last where the n-gram occurs, ascending; position 0 counts."""
         end = len(tokens) - self.n
         if self.placed <= end:
-            for at, h in enumerate(hash_windows(tokens[self.placed :], self.weights).tolist(), self.placed):
+            for at, h in enumerate(hashing.hash_windows(tokens[self.placed :], self.weights).tolist(), self.placed):
                 self.places.setdefault(h, []).append(at)
             self.placed = end + 1
         places = self.places.get(int(ngram.astype(np.uint64) @ self.weights), [])
@@ -211,14 +204,14 @@ class NgramMapK(RowDrafter):
     _rows: dict[int, RowMap] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_sizes(self, size_n=1, size_m=1, min_hits=1, hash_size=0)
-        resolve_switches(self)
-        self._weights = powers(MAP_MULTIPLIER, self.size_n)
+        hashing.check_sizes(self, size_n=1, size_m=1, min_hits=1, hash_size=0)
+        hashing.resolve_switches(self)
+        self._weights = hashing.powers(hashing.MAP_MULTIPLIER, self.size_n)
         self._separate = False
 
     def fresh(self, context: DraftContext) -> NgramMapK:
         made: NgramMapK = super().fresh(context)
-        own_state(self, made, context)
+        hashing.own_state(self, made, context)
         return made
 
     def n_keys(self, row: int) -> int:
@@ -252,7 +245,7 @@ class NgramMapK(RowDrafter):
         if len(tokens) < 2 * n + m:
             return []
         state.size, state.text = len(tokens), tokens
-        ngram = newest_ngram(request, tokens, n)
+        ngram = hashing.newest_ngram(request, tokens, n)
         at = state.find(tokens, ngram)
         if at == 0:
             return []

@@ -25,15 +25,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from specdec.drafters.base import DraftContext, DraftRequest, RowDrafter, Tokens, as_array
-from specdec.drafters.ngram.hashing import (
-    MOD_MULTIPLIER,
-    check_sizes,
-    hash_windows,
-    newest_ngram,
-    own_state,
-    powers,
-    resolve_switches,
-)
+from specdec.drafters.ngram import hashing
 from specdec.errors import SettingWarning
 
 LAG = 32  # tokens of new text before it is entered
@@ -109,8 +101,8 @@ class NgramMod(RowDrafter):
     _rows: dict[int, RowState] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_sizes(self, n_match=1, n_min=0, n_max=0, table_size=1)
-        resolve_switches(self)
+        hashing.check_sizes(self, n_match=1, n_min=0, n_max=0, table_size=1)
+        hashing.resolve_switches(self)
         if self.n_match < 16:
             warnings.warn(f"ngram-mod: n_match={self.n_match} is below 16: many false hits", stacklevel=3)
         if 0 < self.n_max < self.n_min:
@@ -119,12 +111,12 @@ class NgramMod(RowDrafter):
                 f"tokens are proposed; set n_min to {self.n_max} or less"
             )
             warnings.warn(message, SettingWarning, stacklevel=3)
-        self._weights = powers(MOD_MULTIPLIER, self.n_match)
+        self._weights = hashing.powers(hashing.MOD_MULTIPLIER, self.n_match)
         self._pool, self._separate = Pool(self.table_size), False
 
     def fresh(self, context: DraftContext) -> NgramMod:
         made: NgramMod = super().fresh(context)
-        own_state(self, made, context)
+        hashing.own_state(self, made, context)
         before = self.inherited(context)
         made._pool = before._pool if before is not None and not made._separate else Pool(self.table_size)
         return made
@@ -187,7 +179,7 @@ class NgramMod(RowDrafter):
         """Enter every n-gram of the row that a token follows and that is not entered yet."""
         n = self.n_match
         following = tokens[state.entered + n :]
-        slots = state.pool.enter(hash_windows(tokens[state.entered : -1], self._weights), following)
+        slots = state.pool.enter(hashing.hash_windows(tokens[state.entered : -1], self._weights), following)
         if self.fix_wipe:
             state.written.append((slots.astype(np.int32), following.astype(np.int32)))
         state.entered = len(tokens) - n
@@ -200,7 +192,7 @@ class NgramMod(RowDrafter):
             return []
         if state.entered + LAG < len(tokens):
             self._enter(state, tokens)
-        drafted = self._follow(state.pool, newest_ngram(request, tokens, n))
+        drafted = self._follow(state.pool, hashing.newest_ngram(request, tokens, n))
         state.drafted = len(drafted)
         return drafted
 
@@ -213,6 +205,6 @@ class NgramMod(RowDrafter):
             token = int(table[h % size]) - 1
             if token < 0:
                 return [] if k < self.n_min else window[self.n_match :]
-            h = ((h - window[k] * oldest) * MOD_MULTIPLIER + token) & _MASK
+            h = ((h - window[k] * oldest) * hashing.MOD_MULTIPLIER + token) & _MASK
             window.append(token)
         return window[self.n_match :]

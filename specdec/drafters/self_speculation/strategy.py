@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from specdec.config import check_number, check_switch, check_whole
-from specdec.drafters.base import Draft, DraftContext, Drafter, DraftRequest, Tokens, empty_like
-from specdec.drafters.draft_model.core import DraftCore
+from specdec.drafters.base import Draft, DraftContext, DraftRequest, Tokens, empty_like
+from specdec.drafters.draft_model.core import CoreDrafter, DraftCore
 from specdec.drafters.draft_model.steps import COUNTS, STARTS, Proposal, StepInputs, StepsKey, Stops
 from specdec.drafters.self_speculation.adapter import ExitAdapter, load_adapter
 from specdec.errors import SpecdecError
@@ -33,7 +33,7 @@ from specdec.models.passes import PassInputs, PassKey
 
 
 @dataclass
-class EarlyExit(Drafter):
+class EarlyExit(CoreDrafter):
     """The target's first layers, or all but some, as a strategy.
 
     layers: how many first layers draft; None = a third of them
@@ -134,16 +134,6 @@ class EarlyExit(Drafter):
     def steps(self, k: int) -> int:
         return self._core.recorded_steps(k, self.n_max)
 
-    def begin(self, row: int, prompt: Tokens) -> None:
-        self._core.begin(row, prompt)
-
-    def accept(self, row: int, n_accepted: int, is_other: bool) -> None:
-        if not is_other:
-            self._core.accept(row, n_accepted)
-
-    def cost(self) -> tuple[int, float]:
-        return self._core.cost()
-
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         limits = {r.row: self._core.room(r, self.n_max) for r in requests}
         work = [r for r in requests if limits[r.row] > 0]
@@ -152,12 +142,13 @@ class EarlyExit(Drafter):
         steps = self._core.recorded_steps(max(limits.values()), self.n_max)
         stops = Stops(self.p_min, self.n_min, self.top_n, self._rule)
         proposal = self._core.propose(work, steps, stops, self._vocab_size)
-        drafts = {r.row: proposal.draft(r.row, limits[r.row], self.name) for r in work}
+        drafts = self.drafts(requests, limits, proposal)
         if proposal.states is not None:
             self._core.passes += 1
             layers, states = self._core.layers, proposal.states
-            drafts = {row: replace(d, states=states[row], layers=layers) for row, d in drafts.items()}
-        return [drafts.get(r.row, Draft()) for r in requests]
+            rows = zip(requests, drafts, strict=True)
+            drafts = [replace(d, states=states[r.row], layers=layers) if len(d) else d for r, d in rows]
+        return drafts
 
 
 class SharedCore(DraftCore):

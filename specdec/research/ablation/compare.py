@@ -285,6 +285,3 @@ def _cost_reasons(made: Mapping[str, Any], costs: Mapping[str, float]) -> Iterat
     if measured and predicted and measured < (1 - OUTSIDE) * predicted:
         both = f"measured {measured:.2f} against {predicted:.2f}"
         yield f"overhead: {both} predicted from the two models' times alone"
-
-
-__all__ = ["along", "compare", "compare_config", "examine", "reasons"]

@@ -249,9 +249,3 @@ def _line(axes: Any, look: Look, name: str, points: Sequence[tuple[float, Any]],
     found = [(x + beside, Interval(**i) if isinstance(i, Mapping) else i) for x, i in points]
     colour, marker = look.colour(name), look.marker(name)
     return error_bars(axes, found, name, colour, marker, ecolor=tint(colour, 0.4), elinewidth=1, capsize=2)
-
-
-__all__ = [
-    "PLOTS", "acceptance_by_position", "accepted_length_histogram", "context_curve", "cost_acceptance_pareto",
-    "speedup_against_k", "strategy_share_over_time",
-]  # fmt: skip
