@@ -55,9 +55,14 @@ def overlap(decoder: SpeculativeDecoder, prompt: list[int], tokens: list[int], t
 def measure(decoder: SpeculativeDecoder, prompts: list[list[int]], draft: str, temperature: float) -> dict[str, Any]:
     """One row of the table; intervals over prompts."""
     out = decoder.generate(
-        prompts, NEW_TOKENS, [DraftModel(n_max=N_MAX)], temperature=temperature, seed=1, ignore_eos=True,
+        prompts,
+        NEW_TOKENS,
+        [DraftModel(n_max=N_MAX)],
+        temperature=temperature,
+        seed=1,
+        ignore_eos=True,
         batch_size=len(prompts),
-    )  # fmt: skip
+    )
     along = [overlap(decoder, p, t, temperature) for p, t in zip(prompts, out.token_ids, strict=True)]
     at = [tested_positions(records) for records in out.stats.rows]
     tested, accepted = [len(places) for places in at], [sum(r.accepted for r in row) for row in out.stats.rows]

@@ -44,10 +44,17 @@ def expected_lengths(p: Tensor, q: Tensor, drafts: Tensor) -> np.ndarray:
     n, k = drafts.shape
     ones = torch.ones(n, dtype=torch.int64)
     block = Block(
-        scores=p.log(), draft=torch.nn.functional.pad(drafts, (0, 1)), lengths=ones * k, totals=ones * k,
-        final=torch.ones(n, dtype=torch.bool), keys=ones, positions=ones, sampling=Sampling(1.0),
-        q=torch.nn.functional.pad(q, (0, 0, 0, 1)), has_q=torch.ones(n, dtype=torch.bool),
-    )  # fmt: skip
+        scores=p.log(),
+        draft=torch.nn.functional.pad(drafts, (0, 1)),
+        lengths=ones * k,
+        totals=ones * k,
+        final=torch.ones(n, dtype=torch.bool),
+        keys=ones,
+        positions=ones,
+        sampling=Sampling(1.0),
+        q=torch.nn.functional.pad(q, (0, 0, 0, 1)),
+        has_q=torch.ones(n, dtype=torch.bool),
+    )
     chance = block_acceptance(block).double().clamp(max=1)  # a quotient by 0 is "surely" to the rule
     weights = prefix_weights(block).double()
     ratio = (p[:, :k].gather(2, drafts[..., None]) / q.gather(2, drafts[..., None]))[..., 0].double()
@@ -116,9 +123,15 @@ def calls(decoder: SpeculativeDecoder, prompts: list[list[int]]) -> list[dict[st
         sums = []
         for rule in ("block", "leviathan"):
             out = decoder.generate(
-                prompts, NEW_TOKENS, [DraftModel(n_max=k)], acceptance=rule, temperature=temperature, seed=k,
-                ignore_eos=True, batch_size=len(prompts),
-            )  # fmt: skip
+                prompts,
+                NEW_TOKENS,
+                [DraftModel(n_max=k)],
+                acceptance=rule,
+                temperature=temperature,
+                seed=k,
+                ignore_eos=True,
+                batch_size=len(prompts),
+            )
             rows = out.stats.to_dict()["rows"]
             sums.append(([r["generated_tokens"] for r in rows], [r["rounds"] for r in rows]))
         entries.append(entry(k, temperature, *sums))

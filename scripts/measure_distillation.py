@@ -33,10 +33,18 @@ def config_of(folder: Path, seed: int, steps: int) -> TrainingConfig:
     """One run. The answers are those of one data seed, so that they are written once."""
     data = TrainingData(dataset="humaneval", longest=64, max_new_tokens=96, batch_size=64, held_out=24)
     return TrainingConfig(
-        target="demo-target", out=str(folder / str(seed)), data=data, draft=DraftStart(layers=(0, 23)),
-        optimiser=Optimiser(lr=0.002, muon=0.02, warm_up=10), steps=steps, sequence_length=160, loss="acceptance",
-        eval_every=steps, eval_tokens=0, seed=seed,
-    )  # fmt: skip
+        target="demo-target",
+        out=str(folder / str(seed)),
+        data=data,
+        draft=DraftStart(layers=(0, 23)),
+        optimiser=Optimiser(lr=0.002, muon=0.02, warm_up=10),
+        steps=steps,
+        sequence_length=160,
+        loss="acceptance",
+        eval_every=steps,
+        eval_tokens=0,
+        seed=seed,
+    )
 
 
 def decoded(pair: LoadedPair, draft: Any, prompts: list[list[int]], seed: int) -> Counts:

@@ -117,9 +117,14 @@ class SpeculativeDecoder:
         pair = LoadedPair.load(target, draft, translate=translate, **options)
         attention = options.get("attn_implementation")
         decoder = cls(
-            pair.target, pair.draft, pair.tokenizer, pair.draft_tokenizer, strategies,
-            attn_implementation=attention, **own,
-        )  # fmt: skip
+            pair.target,
+            pair.draft,
+            pair.tokenizer,
+            pair.draft_tokenizer,
+            strategies,
+            attn_implementation=attention,
+            **own,
+        )
         decoder.report = pair.report
         return decoder
 

@@ -205,10 +205,21 @@ class AcceptanceRule:
     distance: Callable[[Block, Verdict], Tensor] | None = None
 
     def __init__(
-        self, name: str, proposal: str, accepts: Any = None, next_token: Any = None, lossy: bool = False,
-        pick_child: Any = None, recordable: bool = False, same_text: bool = False, distance: Any = None,
-        *, stands: Any = None, follow: Any = None, descend: Any = None,
-    ):  # fmt: skip
+        self,
+        name: str,
+        proposal: str,
+        accepts: Any = None,
+        next_token: Any = None,
+        lossy: bool = False,
+        pick_child: Any = None,
+        recordable: bool = False,
+        same_text: bool = False,
+        distance: Any = None,
+        *,
+        stands: Any = None,
+        follow: Any = None,
+        descend: Any = None,
+    ):
         # The last three are what these functions were called until version 0.1.
         functions = {
             "accepts": accepts or stands, "next_token": next_token or follow, "pick_child": pick_child or descend

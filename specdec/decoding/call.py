@@ -47,9 +47,14 @@ class Call:
     """One generation call: its rows, and while it is entered, its engine."""
 
     def __init__(
-        self, decoder: SpeculativeDecoder, settings: GenerationSettings, drafters: Sequence[Any],
-        prompts: Sequence[Sequence[int]], default_chain: bool, templates: Sequence[str | None],
-    ):  # fmt: skip
+        self,
+        decoder: SpeculativeDecoder,
+        settings: GenerationSettings,
+        drafters: Sequence[Any],
+        prompts: Sequence[Sequence[int]],
+        default_chain: bool,
+        templates: Sequence[str | None],
+    ):
         self.decoder, self.drafters, self.record, self.top = decoder, drafters, False, 0
         self.facts = {role: runner.facts for role, runner in decoder._runners().items()}
         self.states: dict[str, ModelState] = {}  # of the models when the call began, if anything is kept
@@ -76,10 +81,15 @@ class Call:
             own = self._by_row(own)
         with naming_processors(settings):
             self.sampling = build_sampling(
-                decoder.target.model, settings.fields, settings.temperature,
+                decoder.target.model,
+                settings.fields,
+                settings.temperature,
                 sorted(t for t in stops.eos if 0 <= t < decoder.target.vocab_size),
-                own, settings.prefix_allowed_tokens_fn, decoder.target.device, settings.num_return_sequences,
-            )  # fmt: skip
+                own,
+                settings.prefix_allowed_tokens_fn,
+                decoder.target.device,
+                settings.num_return_sequences,
+            )
             if self.sampling.row_processors is not None and self.rows:
                 self.sampling.row_processors(0, self.rows[0].prompt, settings.max_new_tokens)  # bad values fail now
         asked = [(row.prompt, row.key) for row in self.rows], settings.to_dict(), [d.name for d in drafters]
@@ -173,10 +183,19 @@ class Call:
         spare = shapes.verify_width if trees else 0
         cache = target.lease(self.batch, self.capacity + spare)
         context = DraftContext(
-            self.batch, self.capacity, target.vocab_size, decoder.draft, decoder.tokenizer, decoder.draft_tokenizer,
-            decoder.reader, previous,
-            shapes.verify_width - 1, separate=True, target=target, cache=cache,
-        )  # fmt: skip
+            batch=self.batch,
+            capacity=self.capacity,
+            vocab_size=target.vocab_size,
+            draft_runner=decoder.draft,
+            tokenizer=decoder.tokenizer,
+            draft_tokenizer=decoder.draft_tokenizer,
+            reader=decoder.reader,
+            previous=previous,
+            nodes=shapes.verify_width - 1,
+            separate=True,
+            target=target,
+            cache=cache,
+        )
         longest = shapes.verify_width - 1
         drafters = [unlimited(d, longest) if a else d for d, a in zip(self.drafters, self.automatic, strict=True)]
         try:

@@ -13,9 +13,15 @@ from specdec.models.trees import depths_of
 
 
 def record_round(
-    row: Row, slot: int, draft: Draft, start: int, verdict: RowVerdict, emitted: Sequence[int], result: VerifyResult,
+    row: Row,
+    slot: int,
+    draft: Draft,
+    start: int,
+    verdict: RowVerdict,
+    emitted: Sequence[int],
+    result: VerifyResult,
     took: dict[str, float],
-) -> Round:  # fmt: skip
+) -> Round:
     """Record the pass of one row.
 
     start: sequence index of the newest token when the pass began

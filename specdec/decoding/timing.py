@@ -11,6 +11,8 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -102,9 +104,7 @@ class Passes:
         requests = [DraftRequest(b, text, TOKEN, steps, context, sampling) for b in range(self.batch)]
         for b in range(self.batch):
             core.length[b] = max(0, context + 1 - unseen)
-        return _seconds(
-            core.runner, lambda: core.propose(requests, steps, Stops(0.0, 0, None), self.target.vocab_size)
-        )  # fmt: skip
+        return _seconds(core.runner, lambda: core.propose(requests, steps, Stops(0.0, 0, None), self.target.vocab_size))
 
 
 def _seconds(runner: Runner, run: Callable[[], Any]) -> float:
@@ -130,9 +130,14 @@ def _longest(widths: Sequence[int]) -> int:
 
 
 def measure_passes(
-    decoder: SpeculativeDecoder, batches: Sequence[int], contexts: Sequence[int], widths: Sequence[int], repeats: int,
-    progress: Callable[[str], None] = lambda what: None, limit: float = math.inf,
-) -> dict[Cell, float]:  # fmt: skip
+    decoder: SpeculativeDecoder,
+    batches: Sequence[int],
+    contexts: Sequence[int],
+    widths: Sequence[int],
+    repeats: int,
+    progress: Callable[[str], None] = lambda what: None,
+    limit: float = math.inf,
+) -> dict[Cell, float]:
     """Time every cell over `repeats` turns; returns median seconds.
 
     Each turn times every pass once, so that what slows the machine down for a while slows all alike.
@@ -141,31 +146,21 @@ def measure_passes(
     tokens; others in proportion to the target's passes.
     limit: seconds after which no turn is begun, if one was measured.
     """
-    with decoder.working():
-        return _measured(decoder, batches, contexts, widths, repeats, progress, limit)
-
-
-def _measured(
-    decoder: SpeculativeDecoder, batches: Sequence[int], contexts: Sequence[int], widths: Sequence[int], repeats: int,
-    progress: Callable[[str], None], limit: float,
-) -> dict[Cell, float]:  # fmt: skip
-    decoder.refresh()
-    begun = time.perf_counter()
-    passes = {batch: Passes(decoder, batch, contexts, _longest(widths)) for batch in batches}
     times: dict[Cell, list[float]] = {}
-    try:
+    with decoder.working(), ExitStack() as stack:
+        decoder.refresh()
+        begun = time.perf_counter()
+        passes = [Passes(decoder, batch, contexts, _longest(widths)) for batch in batches]
+        for of_batch in passes:  # closed in reverse, the smallest batch last: its cache is the one that stays
+            stack.callback(of_batch.close)
         for turn in range(repeats + 1):
             if turn > 1 and time.perf_counter() - begun > limit:
                 break
             progress(f"turn {turn} of {repeats}")
-            for context in contexts:
-                for found in passes.values():
-                    for cell, seconds in found.turn(context, widths).items():
-                        if turn:  # the first one warms up: there passes are recorded and compiled
-                            times.setdefault(cell, []).append(seconds)
-    finally:
-        for found in reversed(passes.values()):
-            found.close()  # the smallest batch last: its cache is the one that stays
+            for context, of_batch in product(contexts, passes):
+                for cell, seconds in of_batch.turn(context, widths).items():
+                    if turn:  # the first one warms up: there passes are recorded and compiled
+                        times.setdefault(cell, []).append(seconds)
     return {cell: statistics.median(seconds) for cell, seconds in times.items()}
 
 
@@ -205,9 +200,13 @@ def _adding(function: Callable[..., Any], total: list[float]) -> Callable[..., A
 
 
 def measure_costs(
-    decoder: SpeculativeDecoder, batches: Sequence[int] = (1,), contexts: Sequence[int] = CONTEXTS,
-    widths: Sequence[int] = WIDTHS, repeats: int = 3, progress: Callable[[str], None] = lambda what: None,
-) -> CostTable:  # fmt: skip
+    decoder: SpeculativeDecoder,
+    batches: Sequence[int] = (1,),
+    contexts: Sequence[int] = CONTEXTS,
+    widths: Sequence[int] = WIDTHS,
+    repeats: int = 3,
+    progress: Callable[[str], None] = lambda what: None,
+) -> CostTable:
     """Time this machine for `generate(..., costs=...)`: passes of greedy calls, medians over `repeats` turns.
 
     Takes about LIMIT seconds, or two turns if these take longer; where passes are recorded or compiled, that too.
@@ -232,9 +231,16 @@ def measure_costs(
         for role in decoder._runners()
     }
     return CostTable(
-        tables["target"], tables.get("draft"), tuple(batches), contexts, tuple(widths), round_seconds(decoder),
-        _call_seconds(STRATEGIES.values()), device_name(decoder.target.device), "measured",
-    )  # fmt: skip
+        target=tables["target"],
+        draft=tables.get("draft"),
+        batches=tuple(batches),
+        contexts=contexts,
+        widths=tuple(widths),
+        round=round_seconds(decoder),
+        calls=_call_seconds(STRATEGIES.values()),
+        device=device_name(decoder.target.device),
+        source="measured",
+    )
 
 
 def _call_seconds(strategies: Iterable[type[Any]], tokens: int = 1000, rounds: int = 30) -> dict[str, float]:

@@ -108,9 +108,14 @@ class Verified(Buffers):
 
 
 def verify(
-    runner: Runner, cache: RaggedCache, sampling: Sampling, key: VerifyKey, inputs: VerifyInputs,
-    texts: KnownTexts | None = None, history: History | None = None,
-) -> Verified:  # fmt: skip
+    runner: Runner,
+    cache: RaggedCache,
+    sampling: Sampling,
+    key: VerifyKey,
+    inputs: VerifyInputs,
+    texts: KnownTexts | None = None,
+    history: History | None = None,
+) -> Verified:
     """Run the pass and accept, from tensors alone.
 
     texts: for processors that read them, as far as `inputs` does not have them
@@ -152,9 +157,15 @@ def _trees(key: VerifyKey, table: Tensor) -> tuple[Tree | None, TreePass | None]
 
 
 def _decide(
-    logits: Tensor, inputs: VerifyInputs, draft: Tensor, outside: Tensor, tree: Tree | None, key: VerifyKey,
-    sampling: Sampling, texts: Texts | None,
-) -> tuple[Tensor, tuple[str, ...], tuple[Any, ...]]:  # fmt: skip
+    logits: Tensor,
+    inputs: VerifyInputs,
+    draft: Tensor,
+    outside: Tensor,
+    tree: Tree | None,
+    key: VerifyKey,
+    sampling: Sampling,
+    texts: Texts | None,
+) -> tuple[Tensor, tuple[str, ...], tuple[Any, ...]]:
     """Compute what the host will read from the pass's logits: the fields of `Packed`."""
     q, numbers = inputs.q, inputs.table[:, :DRAFT].T
     totals, missing = numbers[TOTALS], None

@@ -183,9 +183,7 @@ class Chain:
             self.drafted[row] = drafted
             self.counters[self.labels[self.winner[row]]].count_drafted(drafted)
 
-    def accept(
-        self, row: int, n_accepted: int, path: Sequence[int] | None = None, drafted: int | None = None
-    ) -> None:  # fmt: skip
+    def accept(self, row: int, n_accepted: int, path: Sequence[int] | None = None, drafted: int | None = None) -> None:
         """End a round of `row`.
 
         n_accepted: how many drafted tokens were accepted

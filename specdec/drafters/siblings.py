@@ -68,7 +68,7 @@ def best_children(scores: Tensor, count: int, missing: Tensor) -> Tensor:
 
 def sampled_children(
     q: Tensor, stream: Tensor, count: int, missing: Tensor, independent: bool
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Sample children of q [B, F, V]: tokens [B, F, C], their q [B, F, C, V]; `MISSING` with a q of zeros where there
     is none, or no node [B, F]."""
     tokens, found = sample_siblings(q, stream, count, independent)

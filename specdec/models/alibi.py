@@ -45,7 +45,7 @@ class Alibi:
 
 def _attention(
     module: Any, mask: Tensor, hidden_states: Tensor, *_: Any, cache: Any = None, **__: Any
-) -> tuple[Tensor, None]:  # fmt: skip
+) -> tuple[Tensor, None]:
     """Compute transformers' `MptAttention.forward` over hidden states [B, S, H * D] with another mask."""
     mixed = module.Wqkv(hidden_states)
     if module.clip_qkv:

@@ -83,10 +83,8 @@ class Compiler:
         """Compile a function. dynamo counts by code object and may give one up, so each gets its own."""
         own = FunctionType(
             function.__code__.replace(), function.__globals__, function.__name__, None, function.__closure__
-        )  # fmt: skip
-        return torch.compile(
-            own, fullgraph=self.whole, dynamic=False, backend=self.backend, options=self.options
-        )  # fmt: skip
+        )
+        return torch.compile(own, fullgraph=self.whole, dynamic=False, backend=self.backend, options=self.options)
 
     def run(self, call: Callable[[], Any], recompile: Callable[[], None], plain: Callable[[], Any]) -> Any:
         """Return what `call` returns, or `plain`, which is the same uncompiled, once the compiler fails."""
@@ -144,7 +142,7 @@ class LayerCache:
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         """Do what `Cache.update` does."""
         return self.layer.update(key_states, value_states)
 

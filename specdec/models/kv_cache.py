@@ -176,7 +176,7 @@ class RaggedCache(Cache):
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         """Do what `Cache.update` does."""
         return self._layer(layer_idx).update(key_states, value_states)
 

@@ -70,9 +70,17 @@ class ModelFacts:
         stored = sum(p.numel() * p.element_size() for p in model.parameters())
         on_meta = any(p.is_meta for p in model.parameters())
         return ModelFacts(
-            role, name, text.model_type, parameters, parameters * dtype.itemsize if on_meta else stored,
-            text.vocab_size, context_length(text), str(dtype).removeprefix("torch."), device, text,
-        )  # fmt: skip
+            role,
+            name,
+            text.model_type,
+            parameters,
+            parameters * dtype.itemsize if on_meta else stored,
+            text.vocab_size,
+            context_length(text),
+            str(dtype).removeprefix("torch."),
+            device,
+            text,
+        )
 
     def kv_bytes(self, batch: int, tokens: int) -> int:
         """Count the bytes of the K/V cache for `batch` rows of `tokens` tokens, at most the context."""

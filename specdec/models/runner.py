@@ -337,7 +337,7 @@ class Runner:
 
     def prepare(
         self, inputs: PassInputs, width: int, kv_len: int, capacity: int
-    ) -> tuple[Tensor, Tensor, Tensor, Mask]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor, Tensor, Mask]:
         """Return (ids, positions, slots) [B, S] and the masks of a pass."""
         layout, tree = inputs.layout, inputs.tree
         # Ids that the embedding lacks can only be padding ids of a wider partner's vocabulary; feeding another id

@@ -147,9 +147,13 @@ class _SelfTest:
         return out[0, [0, *path]]
 
     def _feed(
-        self, cache: RaggedCache, fed: Sequence[list[int]], starts: Sequence[int],
-        parents: Parents | None = None, far: int = 0,
-    ) -> Tensor:  # fmt: skip
+        self,
+        cache: RaggedCache,
+        fed: Sequence[list[int]],
+        starts: Sequence[int],
+        parents: Parents | None = None,
+        far: int = 0,
+    ) -> Tensor:
         """Run one pass of both rows; returns logits [2, S, V].
 
         parents: both rows hold such a tree

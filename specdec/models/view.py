@@ -54,9 +54,7 @@ class ModelView:
     prepare: changes the copy when it is made
     """
 
-    def __init__(
-        self, original: nn.Module, implementation: str, prepare: Callable[[nn.Module], Any] | None = None
-    ):  # fmt: skip
+    def __init__(self, original: nn.Module, implementation: str, prepare: Callable[[nn.Module], Any] | None = None):
         self.original, self.implementation, self.prepare = original, implementation, prepare
         self.builds = 0
         self.changes = 0  # builds that made earlier keys and values useless

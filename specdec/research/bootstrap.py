@@ -70,9 +70,11 @@ def ratio_error(numerators: Sequence[float], denominators: Sequence[float], grou
 
 
 def ratio_of_ratios(
-    a: tuple[Sequence[float], Sequence[float]], b: tuple[Sequence[float], Sequence[float]], level: float = _LEVEL,
+    a: tuple[Sequence[float], Sequence[float]],
+    b: tuple[Sequence[float], Sequence[float]],
+    level: float = _LEVEL,
     seed: int = 0,
-) -> Interval:  # fmt: skip
+) -> Interval:
     """Figure of a over figure of b on the same clusters, as a speed-up: each is (numerators, denominators)."""
     (top_a, bottom_a), (top_b, bottom_b) = _columns(*a), _columns(*b)
     weights = _draws(_paired(top_a, top_b), seed)
@@ -82,9 +84,11 @@ def ratio_of_ratios(
 
 
 def difference(
-    a: tuple[Sequence[float], Sequence[float]], b: tuple[Sequence[float], Sequence[float]], level: float = _LEVEL,
+    a: tuple[Sequence[float], Sequence[float]],
+    b: tuple[Sequence[float], Sequence[float]],
+    level: float = _LEVEL,
     seed: int = 0,
-) -> Interval:  # fmt: skip
+) -> Interval:
     """Figure of a minus figure of b on the same clusters."""
     (top_a, bottom_a), (top_b, bottom_b) = _columns(*a), _columns(*b)
     weights = _draws(_paired(top_a, top_b), seed)

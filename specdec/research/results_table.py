@@ -85,9 +85,7 @@ class ResultTable:
         writer.writerows(rows)
         return _written(made.getvalue(), path, "CSV file")
 
-    def to_latex(
-        self, path: str | Path | None = None, figures: Sequence[str] | None = None, digits: int = 2
-    ) -> str:  # fmt: skip
+    def to_latex(self, path: str | Path | None = None, figures: Sequence[str] | None = None, digits: int = 2) -> str:
         """A LaTeX tabular (package booktabs) of the dimensions and some figures with their intervals; returned, and
         written where `path` is given. figures: None = those that say most and are known."""
         shown, keys = self._chosen(figures, digits), len(self.names)

@@ -86,7 +86,7 @@ _MOST_NUMBERS = 1 << 26  # scores in all trials of one processor
 
 def knows_its_row(
     processor: Any, prompts: Sequence[Sequence[int]], longest: int, vocab: int, device: torch.device
-) -> bool:  # fmt: skip
+) -> bool:
     """True if a processor treats the rows of a call differently. prompts: of all rows; longest: most new tokens."""
     rows, said = len(prompts), getattr(processor, "by_row", None)
     beams = getattr(processor, "_num_beams", 1) if isinstance(processor, PrefixConstrainedLogitsProcessor) else 1

@@ -235,9 +235,15 @@ class _ProcessorFactory:
     """Makes a call's warpers, and the text-reading processors of its rows."""
 
     def __init__(
-        self, model: Any, fields: dict[str, Any], eos: Sequence[int], given: Sequence[Any], allowed: Any,
-        device: torch.device, returned: int,
-    ):  # fmt: skip
+        self,
+        model: Any,
+        fields: dict[str, Any],
+        eos: Sequence[int],
+        given: Sequence[Any],
+        allowed: Any,
+        device: torch.device,
+        returned: int,
+    ):
         self.model, self.eos, self.given, self.allowed = model, eos, given, allowed
         self.device, self.returned = device, returned
         self.fields = {name: value for name, value in fields.items() if value is not None and name not in OWN_FIELDS}

@@ -66,7 +66,7 @@ class Drafted:
 
     def read_tree(
         self, nodes: Tensor, paths: Mapping[int, Sequence[Sequence[int]]], columns: int, on_path: Tensor | None = None
-    ) -> Texts:  # fmt: skip
+    ) -> Texts:
         """Return what the stages read at some nodes of a tree.
 
         nodes [B, n]: ids of the tree so far
@@ -156,7 +156,7 @@ class KnownTexts:
 
     def history(
         self, ids: Tensor, lengths: Mapping[int, int], fed: Tensor, counts: Sequence[int], paths: Any = None
-    ) -> History:  # fmt: skip
+    ) -> History:
         """Return what processors that are called on the host see; lengths: row -> how many of its `ids` are known."""
         rows = range(self.room.rows)
         known = [ids[b, : lengths[b]] if b in lengths else None for b in rows]

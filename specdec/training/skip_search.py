@@ -49,9 +49,12 @@ class SkipSet:
 
 
 def search_skip_sets(
-    target: Any, answers: Sequence[Answer], temperature: float = 1.0, batch: int = 8,
+    target: Any,
+    answers: Sequence[Answer],
+    temperature: float = 1.0,
+    batch: int = 8,
     advance: Callable[[str], None] = lambda words: None,
-) -> list[SkipSet]:  # fmt: skip
+) -> list[SkipSet]:
     """The best set of every size that the search went through, the fastest first.
 
     answers: texts to judge by; temperature: of the drafts, 0 = greedy; advance: told of every size that is done

@@ -68,9 +68,14 @@ class DraftCore:
     feeds_last = False  # whether the last drafted token of a round is fed as well
 
     def __init__(
-        self, runner: Runner, batch: int, capacity: int, kept: KeptRows | None = None, spare: int = 0,
+        self,
+        runner: Runner,
+        batch: int,
+        capacity: int,
+        kept: KeptRows | None = None,
+        spare: int = 0,
         cache: RaggedCache | None = None,
-    ):  # fmt: skip
+    ):
         self.runner, self.batch = runner, batch
         self.capacity = min(capacity, runner.context)
         self.cache = runner.lease(batch, self.capacity + spare) if cache is None else cache
@@ -231,7 +236,7 @@ class DraftCore:
 
     def key_of(
         self, sampling: RowSampling | None, width: int, reach: int, k: int, stops: Stops, vocab_size: int
-    ) -> StepsKey:  # fmt: skip
+    ) -> StepsKey:
         """Make the key of k draft steps after a pass of `width` columns; reach: first slot that no row needs."""
         first = self.runner.key(self.cache, self.shapes, width, min(reach, self.capacity))
         if sampling is None:
@@ -241,7 +246,7 @@ class DraftCore:
 
     def steps(
         self, key: StepsKey, sampling: RowSampling | None, inputs: StepInputs, requests: Sequence[DraftRequest]
-    ) -> Proposal:  # fmt: skip
+    ) -> Proposal:
         """Catch up, then draft `key.steps` tokens: logits -> q -> token -> feed.
 
         requests: the host's; they are looked at only where nothing is recorded
@@ -289,9 +294,14 @@ class DraftCore:
         return token if self.source is None else self.source[token].clamp(min=0)
 
     def _choose(
-        self, key: StepsKey, sampling: RowSampling | None, logits: Tensor, texts: Drafted | None, numbers: Tensor,
+        self,
+        key: StepsKey,
+        sampling: RowSampling | None,
+        logits: Tensor,
+        texts: Drafted | None,
+        numbers: Tensor,
         i: int,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Choose the i-th token from logits [B, V]; returns (token [B], True where logits are sound, q if sampled)."""
         if texts is None and (sampling is None or sampling.sampling.greedy):
             return *self.runner.part(best)(logits), None
@@ -367,9 +377,8 @@ class DraftCore:
         where = replace(where, offsets=F.pad(where.offsets, (0, more)), sees=F.pad(where.sees, (0, 0, 0, more)))
         self.passes += 1
         counts = [count * is_alive for is_alive in alive]
-        return self.runner.step(
-            self.cache, self.shapes, F.pad(tokens, (0, more)), starts, counts, tree=where
-        ).logits[:, :count]  # fmt: skip
+        padded = F.pad(tokens, (0, more))
+        return self.runner.step(self.cache, self.shapes, padded, starts, counts, tree=where).logits[:, :count]
 
 
 class CoreDrafter(Drafter):

@@ -110,9 +110,15 @@ def possible(core: DraftCore, requests: Sequence[DraftRequest], k: int) -> bool:
 
 
 def go_ahead(
-    core: DraftCore, requests: Sequence[DraftRequest], k: int, stops: Stops, vocab_size: int, judged: Tensor,
-    accepted: Tensor, token: Tensor,
-) -> Ahead:  # fmt: skip
+    core: DraftCore,
+    requests: Sequence[DraftRequest],
+    k: int,
+    stops: Stops,
+    vocab_size: int,
+    judged: Tensor,
+    accepted: Tensor,
+    token: Tensor,
+) -> Ahead:
     """Draft k tokens from the verdict on the device.
 
     judged [B, k']: the drafts that are being verified
@@ -144,7 +150,7 @@ def can_overlap(core: DraftCore, requests: Sequence[DraftRequest], k: int, stops
 
 def overlap(
     core: DraftCore, requests: Sequence[DraftRequest], k: int, stops: Stops, vocab_size: int, judged: Tensor
-) -> Overlapped:  # fmt: skip
+) -> Overlapped:
     """Draft a guess and k tokens after it, as if all of `judged` [B, k'] were accepted."""
     sampling, width = requests[0].sampling, core.shapes.width(1)
     host, sizes = np.zeros((core.batch, at.TOKENS), dtype=np.int64), {}

@@ -221,9 +221,7 @@ class DraftModel(CoreDrafter):
             return True
         if accepted.device != self._core.runner.device or not possible(self._core, requests, k):
             return False
-        self._ahead = go_ahead(
-            self._core, requests, k, self._stops, self._context.vocab_size, judged, accepted, token
-        )  # fmt: skip
+        self._ahead = go_ahead(self._core, requests, k, self._stops, self._context.vocab_size, judged, accepted, token)
         return True
 
     @property

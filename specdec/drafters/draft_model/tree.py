@@ -139,7 +139,7 @@ class Growth:
 
     def _add_children(
         self, scores: Tensor, q: Tensor | None, level: int, counts: dict[int, list[int]], most: int
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Add children to the frontier's nodes; they become the frontier."""
         siblings_q = None
         if q is not None:
@@ -226,7 +226,7 @@ class BestGrowth:
             levels = min(self.size.depth + 1, limit)
             drafts[row] = Draft(
                 tree.tokens[row], tree.parents[row], None, self.model.name, levels=levels, siblings=self.size.top_k
-            )  # fmt: skip
+            )
         return drafts
 
     def _evaluate(self, level: int, frontier: Frontier) -> Tensor:

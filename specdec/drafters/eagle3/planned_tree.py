@@ -147,7 +147,7 @@ class Planned:
             stream = node_streams(given.rows.keys, positions, self.sampling.purpose, nodes.expand(batch, -1))
             new, new_q = sampled_children(
                 proposal_distribution(scores), stream, most, missing, self.sampling.independent
-            )  # fmt: skip
+            )
             tokens.append(new.flatten(1)[:, picks])
             q.append(new_q.flatten(1, 2)[:, picks])
         return PlannedTrees(torch.cat(tokens, dim=1), torch.cat(q, dim=1) if q else None)

@@ -227,14 +227,12 @@ class HeadRows:
 
     def _entries(
         self, rows: slice, ids: Tensor, features: Tensor, starts: Tensor, counts: Tensor, kv_len: int
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         columns = torch.arange(ids.shape[1], device=self.device)
         slots = torch.where(columns < counts[:, None], starts[:, None] + columns, self.cache.capacity)
         return self._pass(rows, ids, features, slots, kv_len)
 
-    def _pass(
-        self, rows: slice, ids: Tensor, features: Tensor, slots: Tensor, kv_len: int
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    def _pass(self, rows: slice, ids: Tensor, features: Tensor, slots: Tensor, kv_len: int) -> tuple[Tensor, Tensor]:
         positions = torch.where(slots < self.cache.capacity, slots, 0)
         self.cache.aim(slots, rows, kv_len)
         mask = self.masks(positions, kv_len)

@@ -30,7 +30,7 @@ def of_table(*columns: str) -> Callable[[Callable[..., None]], Callable[..., Fig
         @wraps(plot)
         def checked(
             results: Any, *arguments: Any, ax: Any = None, where: Any = None, panel: str | None = None, **options: Any
-        ) -> Figure:  # fmt: skip
+        ) -> Figure:
             try:
                 rows = as_rows(results)
                 _check(rows, needed)

@@ -83,9 +83,7 @@ def _reading(decoder: Any, call: Any, outputs: Sequence[Sequence[int]]) -> Itera
             reader.close()
 
 
-def _forced(
-    readers: Sequence[_Reader], row: Any, output: Sequence[int], rule: str, siblings: int
-) -> ForcedText:  # fmt: skip
+def _forced(readers: Sequence[_Reader], row: Any, output: Sequence[int], rule: str, siblings: int) -> ForcedText:
     parts = [np.full((3, len(output)), np.nan)]
     chances = [np.full((len(output), siblings), np.nan)]
     if readers and len(output):

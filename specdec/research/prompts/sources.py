@@ -155,9 +155,13 @@ def records(numbered: Iterable[tuple[str, int, Any]], field: str | None = None) 
         identity = record.get("id", record.get("question_id"))
         category = record.get("category")
         yield Entry(
-            where, number, turns, messages,
-            None if identity is None else str(identity), None if category is None else str(category),
-        )  # fmt: skip
+            where,
+            number,
+            turns,
+            messages,
+            None if identity is None else str(identity),
+            None if category is None else str(category),
+        )
 
 
 def _completed(record: Any) -> Any:
