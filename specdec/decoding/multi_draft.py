@@ -95,7 +95,7 @@ def token_without_rejected(block: Block, column: Tensor) -> Tensor:
         return race(left.residual, next_stream(block, position, left.rejected))
     p, rejected = pick(block.p, column), column < block.lengths
     without = p.scatter(1, pick(block.draft, column)[:, None], 0.0)
-    # A token of probability 1 is always accepted: nothing is left of p then, and nobody looks.
+    # A token of probability 1 is always accepted: nothing is left of p then, and the result is not read.
     weights = torch.where(rejected[:, None] & (without.sum(dim=-1, keepdim=True) > 0), without, p)
     return race(weights, next_stream(block, block.positions + column, rejected))
 

@@ -17,7 +17,7 @@ class Round:
 
     row: index of the row in the result
     position: sequence index of the newest token when the round began
-    strategy: who drafted; None: nobody
+    strategy: the one that drafted; None: no draft
     draft: drafted ids, without those after the end of the text
     p: the target's probability of each drafted id
     q: the draft's probability of each drafted id; None if the draft has no q

@@ -70,7 +70,7 @@ class Verifier:
     """The verify passes of one call.
 
     wanted: what the host reads beside the tokens
-    observed: layers whose hidden states drafters observe; None: nobody observes
+    observed: layers whose hidden states drafters observe; None: no drafter observes
     passes: how many were launched
     resumed: first layers that a draft had run already -> passes that left them out
     """

@@ -12,8 +12,8 @@ Such a tree depends on the text alone. Its nodes are best tokens and no samples,
 a choice by confidence would change the distribution of the output.
 
 All is done in tensors of fixed shapes without a look at any value, for a batch of rows at once, so that a whole tree
-can be recorded as one function. Of candidates with equal scores the earlier is kept: a child that is certain has its
-parent's score, and must not be kept in its place.
+can be recorded as one function. Among candidates with equal scores the earlier one is kept: a
+child that is certain has its parent's score, and must not be kept in its place.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class Candidates:
 
 
 def _finite(log_probs: Tensor) -> Tensor:
-    """Log-probabilities without NaN: a draft that is broken proposes what will be rejected, in trees all the same."""
+    """Replace NaN by -inf: a broken draft proposes what will be rejected, also in trees."""
     return torch.where(log_probs.isnan(), float("-inf"), log_probs)
 
 

@@ -132,7 +132,7 @@ class Chain:
 
     @property
     def observed_layers(self) -> tuple[int, ...] | None:
-        """Layers whose hidden states the strategies observe, in order; None: nobody observes."""
+        """Layers whose hidden states the strategies observe, in order; None: no strategy observes."""
         if not self.observers:
             return None
         asked = [d.observed_layers for d in self.observers]

@@ -114,7 +114,7 @@ class AdaEDL(LengthPolicy):
     """Stop where 1 - sqrt(gamma H(q)), a bound on acceptance, is below a threshold that follows the acceptance.
 
     threshold: at the start; it moves by `step` towards an acceptance of `target`, smoothed by `keep`, where the
-    acceptance is a mean with the memory `memory`. Of tested tokens: how many were drafted is not looked at.
+    acceptance is a mean with the memory `memory`. Only tested tokens count, whatever was drafted.
     """
 
     gamma: float = 0.2

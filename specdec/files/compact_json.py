@@ -41,7 +41,7 @@ def _text(value: Any, indent: str, used: int) -> str:
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """What stands before each part, its name in a mapping, and the part."""
+    """Yield what is written before each part (its name in a mapping), and the part."""
     if isinstance(value, Mapping):
         yield from ((f"{json.dumps(str(name))}: ", part) for name, part in value.items())
     else:

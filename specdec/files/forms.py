@@ -4,7 +4,7 @@
     -> SpecdecError: run.json: rows[3].tokens[0]: expected a whole number >= 0, got 'x'
 
 A form is a `Leaf`, `Maybe(form)` (or null), `OneOf(values)`, `[form]` (a list of any length), `MapOf(form)` (texts ->
-form), or a mapping with every key that must be there; keys beside these are nobody's business.
+form), or a mapping with every key that must be there; other keys are ignored.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def check(value: Any, form: Any, where: str) -> None:
 
 
 def check_fields(part: Any, form: Mapping[str, Any], where: str) -> None:
-    """Likewise for a dataclass whose fields came from a document; lists arrive as tuples."""
+    """Check a dataclass whose fields came from a document; lists arrive as tuples."""
     check({k: list(v) if isinstance(v, tuple) else v for k, v in vars(part).items()}, form, where)
 
 

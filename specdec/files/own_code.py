@@ -37,10 +37,9 @@ def beside_config(path: Path) -> Path:
 def parse_name(text: str, known: Collection[str], kind: str) -> tuple[str, dict[str, Any]]:
     """Split `name:key=value:key=value` into the name and its options.
 
-    Args:
-        text: what the user wrote; a name that is not known may be `module:attribute`.
-        known: the registered names.
-        kind: "strategy" or "acceptance rule", for messages.
+    text: what the user wrote; a name that is not known may be `module:attribute`.
+    known: the registered names.
+    kind: "strategy" or "acceptance rule", for messages.
     """
     name, *parts = text.split(":")
     if parts and name not in known and _is_module_name(name) and parts[0].isidentifier():

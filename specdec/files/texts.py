@@ -51,7 +51,7 @@ def is_file(name: str | Path) -> bool:
 
 
 def is_folder(name: str | Path) -> bool:
-    """Likewise for a folder."""
+    """Whether it is a folder that is there."""
     try:
         return Path(name).is_dir()
     except (OSError, ValueError):
@@ -124,7 +124,7 @@ def parse_json(text: str, where: str) -> Any:
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """A YAML document, likewise; a key that stands twice in a mapping is a fault, not one value that wins."""
+    """A YAML document, with the faults of `parse_json`; a duplicate key is one more."""
     try:
         made = yaml.load(text, _UniqueKeys)  # a safe loader
     except RecursionError:
@@ -174,7 +174,7 @@ class _UniqueKeys(yaml.SafeLoader):
         for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             if isinstance(key, yaml.ScalarNode) and key.value != "<<":
                 if key.value in seen:
-                    raise yaml.YAMLError(f"the key {key.value!r} stands twice in the mapping at {_line(node)}")
+                    raise yaml.YAMLError(f"duplicate key {key.value!r} in the mapping at {_line(node)}")
                 seen.add(key.value)
         return super().construct_mapping(node, deep)
 

@@ -21,7 +21,7 @@ class PassKey(NamedTuple):
     width: columns, i.e. tokens fed to each row
     kv_len: slots of the cache that are read
     keep: logits of so many last columns are computed; 0 = all
-    observed: layers whose hidden states are returned; None: nobody observes the pass
+    observed: layers whose hidden states are returned; None: none is observed
     region: slots of a tree; 0 = no tree
     skip: layers that are left out
     adapter: identity of the runner's adapter; 0 = none

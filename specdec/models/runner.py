@@ -266,7 +266,7 @@ class Runner:
         starts, counts: row b feeds `counts[b]` of them from position `starts[b]` on; 0 = the row takes no part
         rows: the rows of the cache that take part; None = all
         keep: logits of so many last columns are computed; 0 = all
-        observed: layers whose hidden states are returned; None: nobody observes the pass
+        observed: layers whose hidden states are returned; None: none is observed
         tree: where the tokens are, if rows hold trees
         """
         region = 0 if tree is None else tree.region

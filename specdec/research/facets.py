@@ -30,14 +30,11 @@ def facets(
 ) -> Figure:
     """Draw a figure with its 95 % intervals.
 
-    Args:
-        results: `Results`, or what `Results.load` takes, a benchmark's document too; `.where(...)` filters.
-        figure: a figure of `Results.by`.
-        x, colour, panel: dimensions; the points of different colours are drawn beside each other.
-        ax: axes of the caller's, without `panel`.
-
-    Raises:
-        SpecdecError: an unknown figure or dimension; `ax` together with `panel`.
+    results: `Results`, or what `Results.load` takes, a benchmark's document too; `.where(...)` filters.
+    figure: a figure of `Results.by`.
+    x, colour, panel: dimensions; the points of different colours are drawn beside each other.
+    ax: axes of the caller's, without `panel`.
+    Raises SpecdecError for an unknown figure or dimension; `ax` together with `panel`.
     """
     if ax is not None and panel is not None:
         raise SpecdecError("facets: give axes or panels, not both")

@@ -28,7 +28,7 @@ from specdec.drafters.draft_model.pipelined import (
     take,
     take_rows,
 )
-from specdec.drafters.draft_model.steps import Proposal, StopRule, Stops
+from specdec.drafters.draft_model.steps import Proposal, StopRule, Stops, check_steps
 from specdec.drafters.draft_model.translation import TranslatingDrafter
 from specdec.drafters.draft_model.tree import BestGrowth, Growth
 from specdec.drafters.tree_plan import parse_opt, parse_plan, plan_parents
@@ -81,12 +81,8 @@ class DraftModel(CoreDrafter):
         for name, value in (DEFAULTS | PRESETS.get(self.preset or "", {})).items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
-        check_whole("draft-model: n_max", self.n_max, 1)
-        check_whole("draft-model: n_min", self.n_min, 0)
-        check_number("draft-model: p_min", self.p_min, 0.0, 1.0)
+        check_steps(self)
         check_number("draft-model: p_split", self.p_split, 0.0, 1.0)
-        if self.top_n is not None:
-            check_whole("draft-model: top_n", self.top_n, 1)
         self._check_tree()
         texts = self.replacements.items() if isinstance(self.replacements, Mapping) else [(self.replacements, None)]
         if not all(isinstance(a, str) and a and isinstance(b, str) for a, b in texts):
@@ -99,8 +95,6 @@ class DraftModel(CoreDrafter):
             check_switch("draft-model: overlap", self.overlap)
         if self.replacements and self.translate not in (True, "text"):
             raise SpecdecError("draft-model: replacements have no effect without translate=True")
-        if (self.n_min or 0) > (self.n_max or 0):
-            raise SpecdecError(f"draft-model needs n_min <= n_max, got n_min={self.n_min}, n_max={self.n_max}")
 
     def _check_tree(self) -> None:
         check_whole("draft-model: branches", self.branches, 1)

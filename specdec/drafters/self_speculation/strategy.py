@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.config import check_number, check_switch, check_whole
+from specdec.config import check_switch, check_whole
 from specdec.drafters.base import Draft, DraftContext, DraftRequest, Tokens, empty_like
 from specdec.drafters.draft_model.core import CoreDrafter, DraftCore
-from specdec.drafters.draft_model.steps import COUNTS, STARTS, Proposal, StepInputs, StepsKey, Stops
+from specdec.drafters.draft_model.steps import COUNTS, STARTS, Proposal, StepInputs, StepsKey, Stops, check_steps
 from specdec.drafters.self_speculation.adapter import ExitAdapter, load_adapter
 from specdec.errors import SpecdecError
 from specdec.models.passes import PassInputs, PassKey
@@ -79,13 +79,7 @@ class EarlyExit(CoreDrafter):
                     f"early-exit: the adapter is for layers={self._adapter.layers}; leave out layers and skip"
                 )
             self.layers = self._adapter.layers
-        check_whole("early-exit: n_max", self.n_max, 1)
-        check_whole("early-exit: n_min", self.n_min, 0)
-        check_number("early-exit: p_min", self.p_min, 0.0, 1.0)
-        if self.top_n is not None:
-            check_whole("early-exit: top_n", self.top_n, 1)
-        if self.n_min > self.n_max:
-            raise SpecdecError(f"early-exit needs n_min <= n_max, got n_min={self.n_min}, n_max={self.n_max}")
+        check_steps(self)
 
     def parameters(self) -> dict[str, Any]:
         """As configured."""

@@ -129,7 +129,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 def _check(entry: dict[str, Any], where: str) -> None:
     kind = entry.get("kind")
     if not isinstance(kind, str) or kind not in FORMS:
-        return  # nobody asks for it
+        return  # nothing reads it
     check(entry, FORMS[kind], where)
     if kind == "row":
         if entry["status"] == "ok":

@@ -67,18 +67,15 @@ def run_ablation(
 ) -> Session:
     """Run what is missing in the folder `out`.
 
-    Args:
-        config: the ablation.
-        out: its folder; resumes if it exists.
-        shard: "0/4" = the first of four processes that share the work; None = all of it, whatever RANK says.
-        extend: resume although the config or a version changed.
-        retry_errors: run failed rows again.
-        progress: called before every call of `generate`.
-        examine: called for every pair when its rows are done; its results are kept in the journal.
-
-    Raises:
-        SpecdecError: bad input, a file or device that this machine lacks, the folder of another ablation. A cell that
-            fails is recorded and does not stop the others. A KeyboardInterrupt leaves what is done.
+    config: the ablation.
+    out: its folder; resumes if it exists.
+    shard: "0/4" = the first of four processes that share the work; None = all of it, whatever RANK says.
+    extend: resume although the config or a version changed.
+    retry_errors: run failed rows again.
+    progress: called before every call of `generate`.
+    examine: called for every pair when its rows are done; its results are kept in the journal.
+    Raises SpecdecError for bad input, a file or device that this machine lacks, and the folder of another ablation. A
+    cell that fails is recorded and does not stop the others. A KeyboardInterrupt leaves what is done.
     """
     started = time.perf_counter()
     shard = shard if isinstance(shard, Shard) else Shard.parse(shard)

@@ -39,7 +39,7 @@ AS_THEY_ARE = (
     "prompt_tokens", "prompt_hash", "chat_template", "row_seed", "finish_reason", "exact", "lossy", "versions",
     "tokens", "text", "records",
 )  # fmt: skip
-# Of a row's reference, kept beside the row.
+# Kept in each row from its reference.
 REFERENCE = ("rounds", "generated_tokens", "emitted_tokens", "seconds", "prefill_seconds", "verify_seconds")
 Row = dict[str, Any]
 

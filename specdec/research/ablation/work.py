@@ -109,5 +109,5 @@ def call_passes(cell: Cell) -> tuple[int, int]:
         return tokens, tokens
     drafters = make_drafters([dict(s) for s in cell.strategies], has_draft=True)
     longest = [0 if d.automatic else max(getattr(d, "n_max", None) or 0, d.tree_nodes) for d in drafters]
-    # A tree is at most as deep as it has nodes. 0: as long as a pass can verify, or nobody knows.
+    # A tree is at most as deep as it has nodes. 0: as long as a pass can verify, or unknown.
     return (math.ceil(tokens / (max(longest) + 1)) if all(longest) else 1), tokens

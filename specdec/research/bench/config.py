@@ -15,26 +15,10 @@ from specdec.drafters.costs import CONTEXTS, WIDTHS, check_axes
 from specdec.errors import SpecdecError
 from specdec.files.forms import BOOL, Maybe, OneOf, check_fields, number, whole
 from specdec.research.models.choice import ModelChoice
+from specdec.research.prompts.choice import DataChoice
 
 T = TypeVar("T")
 SEPARATOR = "/"  # of the paths by which targets name figures
-
-
-@dataclass(frozen=True)
-class DataChoice:
-    """Prompts, through the chat template where there is one.
-
-    dataset, categories, seed: as `load_prompts` takes them.
-    longest: tokens of a prompt's text; the rest is cut.
-    """
-
-    dataset: str = "spec-bench"
-    categories: tuple[str, ...] | None = None
-    seed: int = 0
-    longest: int = 512
-
-    def __post_init__(self) -> None:
-        check_fields(self, {"longest": whole(1), "seed": whole()}, "data")
 
 
 @dataclass(frozen=True)
@@ -115,7 +99,7 @@ class Target:
     """A figure that is wanted: `value`, divided by `over` if there is one, at least or at most a number.
 
     Figures are named by their path in the result: `scenarios/NAME/CONTENDER/FIGURE`, `passes/CONTENDER/PASS/FIGURE`,
-    `profile/CONTENDER/FIGURE`. Of several paths in `over` the largest figure counts (`best: min` = the smallest).
+    `profile/CONTENDER/FIGURE`. If `over` has several paths, the largest figure counts (`best: min` = the smallest).
     """
 
     value: str
@@ -200,7 +184,7 @@ class BenchConfig:
         return sorted(names, key=lambda name: name != self.reference)
 
     def only(self, names: Iterable[str]) -> BenchConfig:
-        """Without the other contenders but the reference; what is of nobody then goes. Raises SpecdecError."""
+        """Keep these contenders and the reference, and the parts that they have. Raises SpecdecError."""
         chosen = {*names, self.reference}
         unknown = sorted(chosen - set(self.contenders))
         if unknown:

@@ -15,8 +15,9 @@ from specdec.decoder import SpeculativeDecoder
 from specdec.decoding.provenance import hash_template
 from specdec.errors import SpecdecError
 from specdec.models.runner import Runner
-from specdec.research.bench.config import DataChoice, Scenario
+from specdec.research.bench.config import Scenario
 from specdec.research.models.choice import ModelChoice, facts, parameter_bytes
+from specdec.research.prompts.choice import DataChoice
 from specdec.research.prompts.datasets import Prompt, encode_texts, load_prompts
 
 
@@ -109,7 +110,7 @@ def items(pair: Pair, data: DataChoice, scenario: Scenario) -> list[Item]:
     return _grouped(chosen, rows, scenario.batch, None)
 
 
-def calls_of(prompts: Sequence[Prompt], pair: Pair, batch: int, longest: int) -> list[Item]:
+def calls_of(prompts: Sequence[Prompt], pair: Pair, batch: int, longest: int | None) -> list[Item]:
     """Prompts as calls of `batch` rows, through the chat template where there is one; longer texts are cut."""
     rows = encode_texts(prompts, pair.tokenizer, pair.target, longest)
     return _grouped(prompts, rows, batch, hash_template(pair.tokenizer))

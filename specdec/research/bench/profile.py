@@ -182,7 +182,7 @@ def _stretches(kernels: Iterable[Mark], launches: set[Any]) -> list[tuple[float,
 
 
 def _by_kernel(kernels: Sequence[Mark], rounds: int) -> dict[str, list[dict[str, Any]]]:
-    """Of each part the SHOWN kernels that take most time a round: name, how often, microseconds each."""
+    """List the SHOWN kernels of each part that take most time: name, count a round, microseconds each."""
     spent, counts = defaultdict[tuple[str, str], float](float), Counter[tuple[str, str]]()
     for kernel in kernels:
         spent[kernel.part, kernel.name] += kernel.end - kernel.start

@@ -234,7 +234,7 @@ def tables(result: Mapping[str, Any]) -> list[Table]:
         if "skipped" in suite:
             speeds.append([TITLES.get(name, name), f"skipped: {suite['skipped']}", *[""] * 7])
             continue
-        # Of a single category the total alone says the same.
+        # With one category the total says the same.
         entries = [(c, e) for c, e in suite["summary"].items() if c != "total" or len(suite["summary"]) > 2]
         for category, entry in entries:
             medians = [figure(entry["tokens_per_second"][m]["median"], 1) for m in METHODS]

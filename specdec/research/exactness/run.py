@@ -120,14 +120,10 @@ def run_exactness(
     progress: Progress = lambda what: None,
     save: Callable[[dict[str, Any]], None] = lambda result: None,
 ) -> dict[str, Any]:
-    """Run the parts.
+    """Run the parts. Raises SpecdecError for bad input.
 
-    Args:
-        time_limit: seconds after which no run starts; what it keeps from running is listed as skipped.
-        save: gets the result so far after every group.
-
-    Raises:
-        SpecdecError: bad input.
+    time_limit: seconds after which no run starts; what it keeps from running is listed as skipped.
+    save: gets the result so far after every group.
     """
     if not config.chains:
         raise SpecdecError("exactness: chains is empty: name at least one")

@@ -50,7 +50,7 @@ _AXES: dict[str, tuple[str | None, ...]] = {
 }
 _WRITERS = ("embed_tokens", "o_proj", "down_proj")  # into the residual stream: zero where the small model has no number
 _NORMS = ("layernorm", "model.norm")
-COARSENED = 0.2  # strength where nobody says; about 0.79 of SmolLM2-135M's greedy tokens stay
+COARSENED = 0.2  # strength by default; about 0.79 of SmolLM2-135M's greedy tokens stay
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ def _place(parameter: Tensor, values: Tensor, name: str, index: dict[str, Tensor
 
 
 def check_coarsening(draft: str | None, strength: float | None, where: str = "") -> float | None:
-    """How far a target is coarsened that is its own draft, `COARSENED` where nobody says; None with a draft. Raises
+    """How far a target that is its own draft is coarsened, by default `COARSENED`; None with a draft. Raises
     SpecdecError for a strength beside a draft, which would have no effect."""
     if draft is not None:
         if strength is not None:

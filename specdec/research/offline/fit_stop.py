@@ -4,7 +4,7 @@
     dec.generate(prompts, temperature=1.0, length_policy=fit_stop(trace))
 
 Logistic regression of "accepted" on what is known of q before a token is sampled, over tested tokens: those after a
-rejection were judged by nobody. The rule sees q at temperature 1 without processors: record at temperature 1.
+rejection were not judged. The rule sees q at temperature 1 without processors: record at temperature 1.
 """
 
 from __future__ import annotations

@@ -116,19 +116,16 @@ def estimate(
 ) -> WhatIf:
     """Estimate plans from one plain run.
 
-    Args:
-        ks, p_mins: draft lengths and thresholds of `draft-model`; ks=None = 1..8 with a draft model, else none.
-        chains: strategies in any form that `generate` takes.
-        trees: shapes of draft-model's `tree=`, and numbers of nodes: the best shape of so many nodes on these texts.
-        acceptance: leviathan, match or coupled.
-        outputs: texts of an earlier plain run with the same options, in place of one now.
-        cost: for speed-ups, for instance of `measure_cost`.
-        samples: replays of a chain where acceptance is random.
-        seed: of the plain run, of the replays and of the intervals.
-        options: of `generate`.
-
-    Raises:
-        SpecdecError: another rule, a plan that is not covered, or nothing to estimate.
+    ks, p_mins: draft lengths and thresholds of `draft-model`; ks=None = 1..8 with a draft model, else none.
+    chains: strategies in any form that `generate` takes.
+    trees: shapes of draft-model's `tree=`, and numbers of nodes: the best shape of so many nodes on these texts.
+    acceptance: leviathan, match or coupled.
+    outputs: texts of an earlier plain run with the same options, in place of one now.
+    cost: for speed-ups, for instance of `measure_cost`.
+    samples: replays of a chain where acceptance is random.
+    seed: of the plain run, of the replays and of the intervals.
+    options: of `generate`.
+    Raises SpecdecError for another rule, a plan that is not covered, or nothing to estimate.
     """
     ks = (range(1, 9) if decoder.draft is not None else ()) if ks is None else ks
     _check(acceptance, p_mins, {"draft lengths": ks, "trees": trees}, decoder.draft is not None)

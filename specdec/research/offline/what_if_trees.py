@@ -26,7 +26,7 @@ def tree_counts(chances: np.ndarray, parents: Parents) -> tuple[float, float, fl
         rank.append(seen.get(parent, 0))
         seen[parent] = rank[-1] + 1
     deepest = max(depths, default=0)
-    # Of the last token nothing is drafted, and what lies after it is never accepted.
+    # Nothing is drafted after the last token, and nothing beyond it is ever accepted.
     padded = np.concatenate([chances[:-1], np.zeros((deepest + 1, ranks))])
     reached: list[np.ndarray] = []  # [n]: P(a round that starts here accepts this node)
     by_depth = np.zeros((deepest + 2, n))  # P(it accepts so many tokens, or more)

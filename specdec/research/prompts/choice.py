@@ -13,22 +13,16 @@ from specdec.research.prompts.datasets import TURNS, Prompt, load_prompts, own_p
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class DataChoice:
     """Prompts of a set, as `load_prompts` takes them.
 
-    dataset: None = spec-bench, or no set if there are prompts of one's own.
-    chat: whether a prompt goes through the target's chat template; "auto" = if there is one.
     longest: cut a prompt's text, or a chat's last message, to this many tokens; None = whole.
-    turns: `first`, or `all`: of an ablation, a row for each turn, with the answers to the earlier ones in its context.
     """
 
-    dataset: str | None = None
+    dataset: Any = "spec-bench"
     categories: Any = None
-    limit: int | None = 8
     seed: int = 0
-    chat: Any = "auto"
-    longest: int | None = None
-    turns: str = "first"
+    longest: int | None = 512
 
     def __post_init__(self) -> None:
         if self.dataset is not None and (not isinstance(self.dataset, (str, Path)) or not str(self.dataset)):
@@ -36,13 +30,32 @@ class DataConfig:
         names = self.categories
         if names is not None and not isinstance(names, str) and not is_texts(names):
             raise SpecdecError(f"data: categories must be a list of names, got {as_written(names)!r}")
-        for name in ("limit", "longest"):
-            if getattr(self, name) is not None:
-                check_whole(f"data: {name}", getattr(self, name), 1)
+        if self.longest is not None:
+            check_whole("data: longest", self.longest, 1)
         check_whole("data: seed", self.seed, 0)
+
+
+@dataclass(frozen=True)
+class DataConfig(DataChoice):
+    """Prompts of a set, and how many, whole or as first turns, through a chat template or not.
+
+    dataset: None = spec-bench, or no set if there are prompts of one's own.
+    chat: whether a prompt goes through the target's chat template; "auto" = if there is one.
+    turns: `first`, or `all`: of an ablation, a row for each turn, with the answers to the earlier ones in its context.
+    """
+
+    dataset: Any = None
+    longest: int | None = None
+    limit: int | None = 8
+    chat: Any = "auto"
+    turns: str = "first"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.limit is not None:
+            check_whole("data: limit", self.limit, 1)
         if self.chat not in ("auto", True, False) or not isinstance(self.chat, (str, bool)):
             raise SpecdecError(f"data: chat must be true, false or auto, got {self.chat!r}")
-
         if self.turns not in TURNS:
             raise SpecdecError(f"data: turns must be one of {', '.join(TURNS)}, got {self.turns!r}")
         if self.turns == "all" and self.longest is not None:

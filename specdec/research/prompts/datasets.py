@@ -12,7 +12,7 @@
 | `notes.txt`, `main.py`, any suffix | a text: one prompt; with `:by=paragraph` or `:by=line` behind it one of each |
 | `hf:owner/name`                    | records of a data set, through the package `datasets` (specdec[hub])        |
 
-Options stand behind the name. Records: `mine.jsonl:field=question`. Data sets: also `config`, `split` (default: train)
+Options follow the name. Records: `mine.jsonl:field=question`. Data sets: also `config`, `split` (default: train)
 and `revision`: `hf:openai/gsm8k:config=main:split=test:field=question`.
 """
 
@@ -108,16 +108,13 @@ def load_prompts(
 ) -> list[Prompt]:
     """Load the prompts of a set, all or a stratified sample, in the order of the file.
 
-    Args:
-        name_or_path: a name in `DATASETS`, a file's path or `hf:` and a data set's name, each with options behind it.
-        categories: keep these only; a name that the set does not have is an error.
-        limit: keep at most this many in all, spread over the categories as evenly as they allow. The sample depends
-            on `seed` and the set alone, and a larger limit contains every smaller one.
-        seed: chooses the sample; without a limit it has no effect.
-        turns: `first` keeps the first turn of each prompt, `all` every turn.
-
-    Raises:
-        SpecdecError: an unknown name, file, category or option, or a line that is not a prompt.
+    name_or_path: a name in `DATASETS`, a file's path or `hf:` and a data set's name, each with options behind it.
+    categories: keep these only; a name that the set does not have is an error.
+    limit: keep at most this many in all, spread over the categories as evenly as they allow. The sample depends
+        on `seed` and the set alone, and a larger limit contains every smaller one.
+    seed: chooses the sample; without a limit it has no effect.
+    turns: `first` keeps the first turn of each prompt, `all` every turn.
+    Raises SpecdecError for an unknown name, file, category or option, or a line that is not a prompt.
     """
     if turns not in TURNS:
         raise SpecdecError(f"turns: expected one of {', '.join(TURNS)}, got {turns!r}")
@@ -172,7 +169,7 @@ def as_given(prompt: Prompt, tokenizer: Any, chat: Any = "auto", longest: int | 
     return messages if with_template(tokenizer, chat) else messages[0]["content"]
 
 
-def encode_texts(prompts: Sequence[Prompt], tokenizer: Any, model: Any, longest: int) -> list[list[int]]:
+def encode_texts(prompts: Sequence[Prompt], tokenizer: Any, model: Any, longest: int | None) -> list[list[int]]:
     """Ids of the prompts, through the chat template if there is one; texts of more than `longest` tokens are cut."""
     given = [as_given(prompt, tokenizer, "auto", longest) for prompt in prompts]
     return encode_prompts(given, tokenizer, model.config.vocab_size, model.config.max_position_embeddings)

@@ -9,7 +9,7 @@ A record is an object with one of
 
 and optionally `category` and `id` (or `question_id`), as MT-Bench and SPEED-Bench have them; or a record of MATH-500
 (`problem`, `subject`, `unique_id`) or MBPP (`text` or `prompt` with `test_list`, `task_id`). The option `field` names
-another field for the prompt. Of a chat, answers at its end are dropped: the model is to write them. A message's content
+another field for the prompt. Answers at the end of a chat are dropped: the model is to write them. A message's content
 is a text, or a list of parts that are texts; an assistant's that calls tools may have none.
 """
 
@@ -32,7 +32,7 @@ LINES, ARRAY = (".jsonl", ".ndjson"), ".json"
 FIELDS = ("turns", "prompt", "messages", "conversations")
 ROLES = {"human": "user", "gpt": "assistant"}  # of `from`; other names stand for themselves
 PARTS = ("file", "paragraph", "line")  # what one prompt of a text file is
-# Of a message: role, content (None: no key), and as JSON, where there are any, the other fields that templates read.
+# Role, content (None: no key) and, as JSON, the other fields of a message that templates read.
 Message = tuple[str, str | None] | tuple[str, str | None, str]
 Messages = tuple[Message, ...]
 CALLS = ("tool_calls", "function_call")
@@ -76,9 +76,7 @@ class Entry:
 
 def read(source: Source) -> tuple[str, Iterator[Entry]]:
     """The set's name, used in ids, and its prompts.
-
-    Raises:
-        SpecdecError: no such file, an option that does not exist, a record that is no prompt.
+    Raises SpecdecError for a missing file, an unknown option, and a record that is no prompt.
     """
     if source.place.startswith(HUB):
         source.check(("config", "split", "field", "revision"))

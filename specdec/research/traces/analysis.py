@@ -184,13 +184,10 @@ def analyse(
 ) -> list[Group]:
     """Acceptance by any combination of `DIMENSIONS`, in their order; `by=()` gives one group of everything.
 
-    Args:
-        trace: a trace, or tokens of several (`drafted_tokens`).
-        rows, strategies: of a trace, only these.
-        seed: of the bootstrap.
-
-    Raises:
-        SpecdecError: an unknown dimension, row or strategy.
+    trace: a trace, or tokens of several (`drafted_tokens`).
+    rows, strategies: of a trace, only these.
+    seed: of the bootstrap.
+    Raises SpecdecError for an unknown dimension, row or strategy.
     """
     for name in by:
         if name not in DIMENSIONS:
@@ -303,16 +300,13 @@ def context_curve(
     """Acceptance against context length: the same places of one long text, continued from more and more of what is
     before them.
 
-    Args:
-        decoder: a decoder whose strategies draft.
-        ids: one text, at least as long as the longest length.
-        lengths: tokens of context; None = 512, 1024, ... as far as text and the target's context allow.
-        anchors: how many places, spread evenly over those that have the longest length before them.
-        new_tokens: tokens generated at each place.
-        options: of `record`.
-
-    Raises:
-        SpecdecError: a text that is too short for any or for the largest of the lengths.
+    decoder: a decoder whose strategies draft.
+    ids: one text, at least as long as the longest length.
+    lengths: tokens of context; None = 512, 1024, ... as far as text and the target's context allow.
+    anchors: how many places, spread evenly over those that have the longest length before them.
+    new_tokens: tokens generated at each place.
+    options: of `record`.
+    Raises SpecdecError for a text that is too short for any or for the largest of the lengths.
     """
     room = min(len(ids), decoder.target.context - new_tokens)
     if lengths is None:

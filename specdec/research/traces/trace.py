@@ -139,14 +139,11 @@ def record(
 ) -> Trace:
     """Run `decoder.generate(prompts, max_new_tokens, strategies, **options)` and keep its rounds.
 
-    Args:
-        top: record the `top` most likely tokens per position.
-        ids, categories: names of the prompts, for analysis by category; None = those of prompts of a set.
-        watch: called with every round as it comes, for instance a `monitor.Monitor`.
-        progress: called after every pass with the share of the call that is done.
-
-    Returns:
-        The trace; `trace.result` is what `generate` returns. An interrupted call gives the trace so far.
+    top: record the `top` most likely tokens per position.
+    ids, categories: names of the prompts, for analysis by category; None = those of prompts of a set.
+    watch: called with every round as it comes, for instance a `monitor.Monitor`.
+    progress: called after every pass with the share of the call that is done.
+    Returns the trace; `trace.result` is what `generate` returns. An interrupted call gives the trace so far.
     """
     check_whole("top", top, 1)
     if options.get("shard") is not None:
