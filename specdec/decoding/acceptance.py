@@ -345,7 +345,7 @@ def own_token(block: Block, column: Tensor) -> Tensor:
 
 
 def is_not_own(block: Block, verdict: Verdict) -> Tensor:
-    """1 where the emitted token is not the target's own sample, [B, E]: on average at least the total variation."""
+    """Return 1 where the emitted token is not the target's own sample, [B, E]; its mean bounds the total variation."""
     tokens, columns = verdict.emitted(block.draft)
     return (tokens != block.own.gather(1, columns)).float()
 

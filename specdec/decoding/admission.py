@@ -104,7 +104,7 @@ class Admission:
         return known
 
     def _held(self) -> KeptRows:
-        """The prompts in the slots: others may share a system prompt, a few-shot header or all of it with them."""
+        """Return the prompts in the slots: new ones may share a system prompt or a few-shot header with them."""
 
         def sound(other: Row) -> bool:
             return other.error is None and (other.alone or not self.shapes.exact)

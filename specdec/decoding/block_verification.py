@@ -15,7 +15,7 @@ from specdec.sampling.sampling import Purpose, uniform
 
 
 def prefix_weights(block: Block) -> Tensor:
-    """The share of each prefix of the draft that can be accepted, [B, S + 1]: w_0 = 1, w_i = min(1, w_{i-1} p / q)."""
+    """Compute the weight of each prefix of the draft, [B, S + 1]: w_0 = 1, w_i = min(1, w_{i-1} p / q)."""
     assert block.q is not None
     index = block.draft[..., None]
     ratio = block.p.gather(-1, index)[..., 0] / block.q.gather(-1, index)[..., 0]  # [B, S]
@@ -26,7 +26,7 @@ def prefix_weights(block: Block) -> Tensor:
 
 
 def block_acceptance(block: Block) -> Tensor:
-    """The probability that the first s + 1 drafted tokens are accepted, if no longer prefix is, [B, S]."""
+    """Compute P(the first s + 1 drafted tokens are accepted | no longer prefix is), [B, S]."""
     assert block.q is not None
     weights = prefix_weights(block)
     after = block.columns + 1  # where the token after the prefix is predicted

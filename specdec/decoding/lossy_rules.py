@@ -36,13 +36,13 @@ Likely = Callable[[Block, Tensor, Tensor], Tensor]  # (block, p [..., V], tokens
 
 
 def lossy_rule(name: str, likely: Likely) -> AcceptanceRule:
-    """A rule that accepts every drafted token that is likely enough: likely(block, p [..., V], tokens [...])."""
+    """Make a rule that accepts every drafted token that is likely enough: likely(block, p [..., V], tokens [...])."""
 
     def accepts(block: Block) -> Tensor:
         return likely(block, block.p, block.draft) | (block.own == block.draft)
 
     def pick_child(block: Block, column: Tensor) -> Tensor:
-        """The likeliest of the children that are likely enough, or else the target's own token."""
+        """Pick the likeliest child that is likely enough or the target's own token, as a column [B]; 0 = none."""
         assert block.tree is not None
         is_child = (block.tree.tested_at == column[:, None]) & block.tested  # [B, S]
         p = pick(block.p, column)  # [B, V]
@@ -52,7 +52,7 @@ def lossy_rule(name: str, likely: Likely) -> AcceptanceRule:
         return torch.where(good.any(dim=-1), best + 1, 0)
 
     def distance(block: Block, verdict: Verdict) -> Tensor:
-        """An accepted token was certain; a likely enough one that was not drafted, and any other, is p's."""
+        """Return 1 - p(x) where an accepted token x was certain to be emitted, and 0 where the token is p's."""
         tokens, columns = verdict.emitted(block.draft)
         p = block.p[torch.arange(len(tokens), device=tokens.device)[:, None], columns]  # [B, E, V]
         drafted = torch.arange(tokens.shape[1], device=tokens.device) < verdict.accepted[:, None]
@@ -71,7 +71,7 @@ def _probability(p: Tensor, tokens: Tensor) -> Tensor:
 
 @register_rule
 def typical(eps: float = 0.09, delta: float = 0.3) -> AcceptanceRule:
-    """Typical acceptance (Cai et al. 2024, Medusa): p(x) > min(eps, delta * exp(-entropy of p))."""
+    """Accept typical tokens (Cai et al. 2024, Medusa): p(x) > min(eps, delta * exp(-entropy of p))."""
     _check("typical", eps=eps, delta=delta)
 
     def likely(block: Block, p: Tensor, tokens: Tensor) -> Tensor:
@@ -106,12 +106,12 @@ def near(delta: float = 0.1) -> AcceptanceRule:
 
 @register_rule
 def cascade(alpha: float = 0.5) -> AcceptanceRule:
-    """Speculative cascade (Narasimhan et al. 2025, its rule OPT): where max q >= max p - alpha * TV(p, q) the token is
-    q's, elsewhere p's. A larger alpha trusts the draft more. Chains with a q; greedy decoding stays the target's."""
+    """Take q's token where max q >= max p - alpha * TV(p, q), elsewhere p's (speculative cascades, rule OPT, Narasimhan et
+    al. 2025). A larger alpha trusts the draft more. For chains with a q; greedy decoding stays the target's."""
     _check("cascade", alpha=alpha)
 
     def trusts(block: Block) -> Tensor:
-        """Positions [B, S] at which the drafted token is taken as it is."""
+        """Tell at which positions [B, S] the drafted token is taken unchanged."""
         assert block.q is not None
         assert block.has_q is not None
         apart = (block.p - block.q).clamp(min=0).sum(dim=-1)

@@ -85,7 +85,7 @@ class Probe:
         return wanted
 
     def _expected(self, tested: Tensor) -> Tensor:
-        """`RoundDetails.expected`, [B, S]; NaN where it has no simple form: under `coupled`, siblings after the
+        """Compute `RoundDetails.expected`, [B, S]; NaN where it has no simple form: under `coupled`, siblings after the
         first; under `gumbel-list`, all nodes of trees."""
         block = self.block
         if block.sampling.greedy:
@@ -113,7 +113,7 @@ class Probe:
         return expected
 
     def _acceptance(self, p: Tensor, has_q: Tensor, nodes: slice) -> Tensor:
-        """P(accepted) of the nodes' tokens [B, N] against p [B, N, V]; a token without q must be the target's own."""
+        """Compute P(accepted) of the nodes' tokens [B, N] against p [B, N, V]; one without q must be the target's own."""
         drafted = p.gather(-1, self.block.draft[:, nodes, None])[..., 0]
         if self.block.q is None or self.rule.proposal == "argmax":
             return drafted
@@ -124,7 +124,7 @@ class Probe:
         return torch.where(has_q, torch.minimum(p, q).sum(-1), drafted)
 
     def _residual(self, p: Tensor, has_q: Tensor, node: int) -> Tensor:
-        """What the node's rejection leaves of p, [B, V]."""
+        """Return what the node's rejection leaves of p, [B, V]."""
         without = p.scatter(-1, self.block.draft[:, node : node + 1], 0.0)
         if self.block.q is not None:
             without = torch.where(has_q[:, None], (p - self.block.q[:, node]).clamp(min=0), without)

@@ -27,7 +27,7 @@ class SetPrompt:
     id: str
 
     def given(self, tokenizer: Any) -> Any:
-        """The prompt in one of the other forms."""
+        """Return the prompt in one of the other forms."""
         raise NotImplementedError
 
 
@@ -35,7 +35,7 @@ TEXT_PARTS = ("text", "input_text", "output_text")  # types of message parts tha
 
 
 def plain_prompts(prompts: Any, tokenizer: Any) -> Any:
-    """Prompts with the texts or chats in the place of `SetPrompt`s. Raises SpecdecError if there are none, and for the
+    """Replace `SetPrompt`s by their texts or chats. Raises SpecdecError if there are none, and for the
     output of a tokenizer."""
     if prompts is UNSET:
         raise SpecdecError("no prompts: give texts, chats or token ids as the first argument")

@@ -126,7 +126,7 @@ class Generation:
     def __getitem__(self, index: slice) -> list[GenerationRow]: ...
 
     def __getitem__(self, index: int | slice) -> GenerationRow | list[GenerationRow]:
-        """A row, or the rows of a slice."""
+        """Return a row, or the rows of a slice."""
         if isinstance(index, slice):
             return [self._row(i) for i in range(len(self))[index]]
         return self._row(range(len(self))[index])

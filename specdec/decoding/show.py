@@ -26,7 +26,7 @@ TEXT = "text-align:left;white-space:pre-wrap;overflow-wrap:anywhere"
 
 
 def generation_repr(out: Generation) -> str:
-    """One line about the call, then one a row."""
+    """Write one line about the call, then one a row."""
     head = f"Generation: {_count(len(out), 'row')}, {_summary(out.stats)}"
     lines = [f"  {_row_line(row)}" for row in _first(out)]
     if len(out) > MOST_ROWS:
@@ -35,12 +35,12 @@ def generation_repr(out: Generation) -> str:
 
 
 def row_repr(row: GenerationRow) -> str:
-    """One line about a row."""
+    """Write one line about a row."""
     return f"row {_row_line(row)}"
 
 
 def stats_repr(stats: Stats) -> str:
-    """One line with the figures that are looked at first."""
+    """Write the figures that are looked at first, in one line."""
     total = stats.total
     parts = [_count(len(stats.rows), "row"), _count(total.rounds, "round"), _summary(stats)]
     rates = (("per tested", total.conditional_acceptance_rate), ("per drafted", total.draft_acceptance_rate))
@@ -49,7 +49,7 @@ def stats_repr(stats: Stats) -> str:
 
 
 def decoder_repr(decoder: SpeculativeDecoder) -> str:
-    """Models, where they are, and the chain."""
+    """Write the models, where they are, and the chain."""
     models = ", ".join(
         f"{entry['role']}={entry['model']} ({entry['device']}, {entry['dtype']})" for entry in _models(decoder)
     )
@@ -77,7 +77,7 @@ COUNTS = ("rounds", "drafted rounds", "drafted", "tested", "accepted", "accepted
 
 
 def row_html(row: GenerationRow) -> str:
-    """A row as a line of `generation_html`, then its figures."""
+    """Show a row as a line of `generation_html`, then its figures."""
     return _table(ROW, [_row_cells(row)], texts=2) + _table(COUNTS, [_figures(row.stats)], texts=0)
 
 
@@ -88,7 +88,7 @@ def _row_cells(row: GenerationRow) -> tuple[Any, ...]:
 
 
 def generation_html(out: Generation) -> str:
-    """Figures of the call, then its rows."""
+    """Show figures of the call, then its rows."""
     rows = [_row_cells(row) for row in _first(out)]
     note = f"{_count(len(out), 'row')}, {_summary(out.stats)}"
     if len(out) > MOST_ROWS:
@@ -99,14 +99,14 @@ def generation_html(out: Generation) -> str:
 
 
 def stats_html(stats: Stats) -> str:
-    """Figures of all rounds and of each strategy's."""
+    """Show figures of all rounds and of each strategy's."""
     entries = {"all": stats.total, **stats.by_strategy()}
     rows = [(*_figures(tally), name) for name, tally in entries.items()]
     return f"<p>{escape(_summary(stats))}</p>{_table((*COUNTS, 'strategy'), rows, texts=1)}"
 
 
 def decoder_html(decoder: SpeculativeDecoder) -> str:
-    """The models and the chain."""
+    """Show the models and the chain."""
     models = _models(decoder)
     chain = [(i + 1, f"{d.name} {_options(d.parameters())}") for i, d in enumerate(decoder.strategies)]
     facts = _table(tuple(models[0]), [tuple(entry.values()) for entry in models], texts=len(models[0]))
@@ -119,7 +119,7 @@ def _figures(tally: Tally) -> tuple[Any, ...]:
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[Any]], texts: int) -> str:
-    """A table whose last `texts` columns hold text and the others numbers."""
+    """Make a table whose last `texts` columns hold text and the others numbers."""
     styles = [NUMBERS] * (len(heads) - texts) + [TEXT] * texts
     head = "".join(f'<th style="{style}">{escape(name)}</th>' for name, style in zip(heads, styles, strict=True))
     body = "".join(

@@ -129,7 +129,7 @@ class Candidates:
         self.count += self.top_k**2
 
     def best(self, nodes: int) -> Tree:
-        """The tree of the best `nodes` candidates."""
+        """Return the tree of the best `nodes` candidates."""
         scores = torch.cat(self.scores, dim=1)
         order = scores.sort(dim=1, descending=True, stable=True).indices
         chosen = order[:, :nodes].sort(dim=1).values

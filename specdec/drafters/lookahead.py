@@ -117,7 +117,7 @@ class Lookahead(Drafter):
         self._window[at] = torch.cat([old[:, 1:].roll(-1, -1)[:, :1], old[:, 2:], made[:, None]], dim=1)
         for row in rows:
             self._made[row] += 1
-        # Until the target has made every level, a column holds no n-gram of its.
+        # A column holds an n-gram of the target's own only once the target has made every level.
         full = [i for i, row in enumerate(rows) if self._made[row] > self.ngram - 2]
         self._keep([rows[i] for i in full], grams[full])
 

@@ -326,7 +326,7 @@ class DraftCore:
         return self.runner.forward(self.cache, key, inputs).logits
 
     def _all_stopped(self, keep: Tensor, requests: Sequence[DraftRequest]) -> bool:
-        """True if every row has stopped. Only looked at on a CPU where nothing is recorded: elsewhere False."""
+        """True if every row has stopped; False where looking would cost a host read or a recording."""
         looks = self.runner.graphs is None and keep.device.type == "cpu"
         return looks and not any(keep[r.row] for r in requests)
 

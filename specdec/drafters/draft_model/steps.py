@@ -159,7 +159,7 @@ def stream_of(request: DraftRequest) -> int:
 
 
 def may_propose(key: StepsKey, logits: Tensor, i: int) -> Tensor | bool:
-    """The stop rule: True [B] where position i is proposed, by q_i alone and never by the sampled token."""
+    """Tell where p_min lets position i be proposed, [B]: by q_i alone, never by the sampled token."""
     if key.sampled and i < key.n_min:
         return True
     if not key.p_min:

@@ -236,8 +236,8 @@ class BestGrowth:
         return torch.where((self.depths > level)[:, None, None], self._log_probs(logits), float("-inf"))
 
     def _log_probs(self, logits: Tensor) -> Tensor:
-        """The draft's log-probabilities over the target's vocabulary, as the target would be sampled but for processors
-        that read the text."""
+        """Compute log-probabilities [B, F, V] over the target's vocabulary, processed as the target's are, except by
+        processors that read the text."""
         logits = pad_vocabulary(logits, self.model._context.vocab_size, self.core.runner.excluded)
         scores = logits.float() if self.sampling is None else self.sampling.sampling.scores(logits)
         return scores.log_softmax(dim=-1)

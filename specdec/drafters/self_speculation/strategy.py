@@ -82,7 +82,6 @@ class EarlyExit(CoreDrafter):
         check_steps(self)
 
     def parameters(self) -> dict[str, Any]:
-        """As configured."""
         named = type(self.adapter).__name__ if isinstance(self.adapter, ExitAdapter) else self.adapter
         return super().parameters() | {"adapter": None if named is None else str(named)}
 
