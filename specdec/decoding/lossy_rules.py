@@ -106,8 +106,8 @@ def near(delta: float = 0.1) -> AcceptanceRule:
 
 @register_rule
 def cascade(alpha: float = 0.5) -> AcceptanceRule:
-    """Take q's token where max q >= max p - alpha * TV(p, q), elsewhere p's (speculative cascades, rule OPT, Narasimhan et
-    al. 2025). A larger alpha trusts the draft more. For chains with a q; greedy decoding stays the target's."""
+    """Take q's token where max q >= max p - alpha * TV(p, q), elsewhere p's (speculative cascades, Narasimhan et al.
+    2025, rule OPT). A larger alpha trusts the draft more. For chains with a q; greedy decoding stays the target's."""
     _check("cascade", alpha=alpha)
 
     def trusts(block: Block) -> Tensor:

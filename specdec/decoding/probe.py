@@ -113,7 +113,7 @@ class Probe:
         return expected
 
     def _acceptance(self, p: Tensor, has_q: Tensor, nodes: slice) -> Tensor:
-        """Compute P(accepted) of the nodes' tokens [B, N] against p [B, N, V]; one without q must be the target's own."""
+        """Compute P(accepted) of the nodes' tokens [B, N] against p [B, N, V]; without q it must be the target's."""
         drafted = p.gather(-1, self.block.draft[:, nodes, None])[..., 0]
         if self.block.q is None or self.rule.proposal == "argmax":
             return drafted
