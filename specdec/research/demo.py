@@ -15,7 +15,6 @@ from specdec.config import GenerationSettings, PairConfig, RunConfig
 from specdec.decoder import SpeculativeDecoder
 from specdec.decoding.acceptance import find_rule
 from specdec.decoding.result import Generation
-from specdec.drafters import make_drafters
 from specdec.errors import SpecdecError
 from specdec.files.own_code import split_list
 from specdec.research.loops import loop_share
@@ -124,14 +123,7 @@ def run_demo(config: RunConfig, repeats: int = 3, progress: Callable[[], None] =
 def load_decoder(config: RunConfig) -> SpeculativeDecoder:
     """The decoder of a config. Strategies are checked before anything is loaded."""
     strategies = None if config.strategies is None else list(config.strategies)
-    drafters = make_drafters(strategies, config.pair.draft is not None)
-    if config.pair.draft is None and any(d.uses_draft_model for d in drafters):
-        raise SpecdecError("strategy 'draft-model' needs a draft model, and the pair has none")
-    options = {name: value for name, value in vars(config.pair).items() if name not in ("target", "draft")}
-    decoder: SpeculativeDecoder = SpeculativeDecoder.from_pretrained(
-        config.pair.target, config.pair.draft, drafters, **options
-    )
-    return decoder
+    return SpeculativeDecoder.from_pretrained(strategies=strategies, **vars(config.pair))
 
 
 def with_demo_head(strategies: str | None) -> str | None:
