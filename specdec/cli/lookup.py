@@ -59,10 +59,7 @@ def create(
 
 
 @app.command()
-def merge(
-    files: Annotated[list[Path], typer.Argument(help="IN [IN ...] OUT")],
-    as_json: AsJson = False,
-) -> None:
+def merge(files: Annotated[list[Path], typer.Argument(help="IN [IN ...] OUT")], as_json: AsJson = False) -> None:
     """Add up the counts of files and save them to the last one named."""
     from specdec.drafters.ngram.lookup_cache import LookupCache
 

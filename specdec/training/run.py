@@ -13,14 +13,7 @@ from specdec.decoding.provenance import WeightHash
 from specdec.files.texts import check_writable
 from specdec.models.loading import LoadedPair
 from specdec.research.models.choice import locate
-from specdec.training.answers import (
-    Answer,
-    Plan,
-    read_answers,
-    read_own_answers,
-    token_counts,
-    write_answers,
-)
+from specdec.training.answers import Answer, Plan, read_answers, read_own_answers, token_counts, write_answers
 from specdec.training.config import TrainingConfig, content_hash
 from specdec.training.draft import DraftTask, make_draft
 from specdec.training.eagle3 import HeadTask

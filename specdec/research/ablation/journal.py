@@ -14,20 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.errors import SpecdecError
-from specdec.files.forms import (
-    ANYTHING,
-    BOOL,
-    NUMBER,
-    SECONDS,
-    TEXT,
-    WHOLE,
-    MapOf,
-    Maybe,
-    OneOf,
-    check,
-    shown,
-    whole,
-)
+from specdec.files.forms import ANYTHING, BOOL, NUMBER, SECONDS, TEXT, WHOLE, MapOf, Maybe, OneOf, check, shown, whole
 from specdec.files.texts import parse_json, read_bytes
 from specdec.stats import RoundRecord
 

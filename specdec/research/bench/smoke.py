@@ -93,10 +93,7 @@ def held_out_prompts() -> list[Prompt]:
     return prompts
 
 
-TITLES = {
-    "smollm2-135m": "SmolLM2-135M-Instruct, `prompt-lookup`",
-    "embedded-pair": "embedded pair, the demo's chain",
-}
+TITLES = {"smollm2-135m": "SmolLM2-135M-Instruct, `prompt-lookup`", "embedded-pair": "embedded pair, the demo's chain"}
 SUITES: dict[str, Callable[[bool], Suite]] = {"smollm2-135m": smollm2_suite, "embedded-pair": embedded_suite}
 
 
