@@ -121,19 +121,16 @@ class Costs:
 def expected_acceptance(p: Values, q: Values, rule: str = "leviathan", proposal: str | None = None) -> Values:
     """Return the probability that a draft token proposed from `q` is accepted by a target with distribution `p`.
 
-    Args:
-        p, q: probabilities `[..., V]` after all processors, rows summing to 1.
-        rule: `leviathan`: sum_x min(p, q) = 1 - TV(p, q).
-            `match` (the target is sampled, the draft token must equal the sample): sum_x p q.
-            `coupled` (target and draft sample with the same Gumbel noise): sum_x 1 / sum_y max(p_y/p_x, q_y/q_x), at
-            least (1 - TV) / (1 + TV). Moulton and Jiang, "Maximally Consistent Sampling and the Jaccard Index of
-            Probability Distributions" (2018); Daliri, Musco and Suresh, "Coupling without Communication and
-            Drafter-Invariant Speculative Decoding" (2024).
-        proposal: `sample` (sampled from q), or `argmax` (of q), for which every rule accepts with probability
-            p(argmax q). None: what `draft-model` does, `argmax` under `match` and `sample` under the two others.
-
-    Returns:
-        Acceptance `[...]` in [0, 1].
+    p, q: probabilities `[..., V]` after all processors, rows summing to 1.
+    rule: `leviathan`: sum_x min(p, q) = 1 - TV(p, q).
+        `match` (the target is sampled, the draft token must equal the sample): sum_x p q.
+        `coupled` (target and draft sample with the same Gumbel noise): sum_x 1 / sum_y max(p_y/p_x, q_y/q_x), at
+        least (1 - TV) / (1 + TV). Moulton and Jiang, "Maximally Consistent Sampling and the Jaccard Index of
+        Probability Distributions" (2018); Daliri, Musco and Suresh, "Coupling without Communication and
+        Drafter-Invariant Speculative Decoding" (2024).
+    proposal: `sample` (sampled from q), or `argmax` (of q), for which every rule accepts with probability
+        p(argmax q). None: what `draft-model` does, `argmax` under `match` and `sample` under the two others.
+    returns: acceptance `[...]` in [0, 1]
     """
     both = _distributions(p, q)
     return _answer(_expected(*both, rule, _proposal(rule, proposal)).clamp(0.0, 1.0), p, q)
@@ -148,12 +145,10 @@ def realised_acceptance(
     1 / sum_y max(p_y, q_y p_x / q_x) under `coupled`, and 1 where x = argmax q, else 0, for `argmax` proposals. Its
     mean over x ~ p is `expected_acceptance`.
 
-    Args:
-        p, q: probabilities `[..., V]`; at every position given the text's own prefix (teacher-forced).
-        tokens: ids `[...]` in 0..V-1, sampled from p.
-
-    Returns:
-        Weights `[...]` in [0, 1]. Raises SpecdecError for a token of probability 0 under p: it was not sampled from p.
+    p, q: probabilities `[..., V]`; at every position given the text's own prefix (teacher-forced).
+    tokens: ids `[...]` in 0..V-1, sampled from p.
+    returns: weights `[...]` in [0, 1]
+    Raises SpecdecError for a token of probability 0 under p: it was not sampled from p.
     """
     import torch
 
@@ -174,13 +169,10 @@ def realised_acceptance(
 def accepted_length_from_text(weights: Values, k: int) -> Values:
     """Return the mean accepted drafts of a round of k, from every start in a text: sum_{m=1..k} w_t ... w_{t+m-1}.
 
-    Args:
-        weights: `realised_acceptance` along the text, `[..., n]`.
-        k: draft length, 1..n.
-
-    Returns:
-        `[..., n - k + 1]`, one number for each start that k tokens of text follow. Its mean is unbiased for rounds that
-        start at these positions; add 1 for tokens per round. Rounds of a real run do not start uniformly: use
+    weights: `realised_acceptance` along the text, `[..., n]`.
+    k: draft length, 1..n.
+    returns: `[..., n - k + 1]`, one number for each start that k tokens of text follow. Its mean is unbiased for rounds
+        that start at these positions; add 1 for tokens per round. Rounds of a real run do not start uniformly: use
         `expected_rounds_from_text` for those.
     """
     w, length = _weights(weights), int(_whole("k", k).item())
@@ -197,12 +189,9 @@ def expected_rounds_from_text(weights: Values, k: int) -> Values:
     and the next one starts at t + m + 1. Averaged over texts x ~ p this is exactly the expected number of rounds of a
     real run of n tokens. n / rounds is the number of tokens per round, `rounds` (1 + k c + v) / n the time per token.
 
-    Args:
-        weights: `realised_acceptance` along the text, `[..., n]`.
-        k: draft length >= 0; 0 gives n.
-
-    Returns:
-        Rounds `[...]`.
+    weights: `realised_acceptance` along the text, `[..., n]`.
+    k: draft length >= 0; 0 gives n.
+    returns: rounds `[...]`
     """
     import torch
 
@@ -224,13 +213,10 @@ def expected_rounds_from_text(weights: Values, k: int) -> Values:
 def conditional_acceptance_from_histogram(histogram: Values) -> np.ndarray:
     """Return the acceptance of a tested token by its position in the draft, from counts of rounds.
 
-    Args:
-        histogram: `[k + 1]`, entry n = rounds that accepted n of k drafts, when every draft had length k; or
-            `[k + 1, k + 1]`, entry (m, n) = rounds with a draft of m tokens of which n were accepted.
-
-    Returns:
-        float64 `[k]`, entry i = rounds that accepted position i / rounds that tested it (that accepted all before it
-        and had a draft longer than i); NaN where no round did.
+    histogram: `[k + 1]`, entry n = rounds that accepted n of k drafts, when every draft had length k; or
+        `[k + 1, k + 1]`, entry (m, n) = rounds with a draft of m tokens of which n were accepted.
+    returns: float64 `[k]`, entry i = rounds that accepted position i / rounds that tested it (that accepted all before
+        it and had a draft longer than i); NaN where no round did
     """
     accepted, tested = _position_counts(histogram)
     return np.divide(accepted, tested, out=np.full(len(tested), np.nan), where=tested > 0)
