@@ -94,7 +94,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--compare", type=Path)
     arguments = parser.parse_args()
-    runs = dict([*library_runs(), *command_runs()])
+    runs = json.loads(json.dumps(dict([*library_runs(), *command_runs()])))  # as a record has them: tuples are lists
     if arguments.out:
         arguments.out.write_text(json.dumps(runs) + "\n", encoding="utf-8")
     wrong: list[str] = []
