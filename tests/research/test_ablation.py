@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
 from transformers import AutoTokenizer
 
@@ -22,7 +24,7 @@ from specdec.errors import SpecdecError
 from specdec.research.ablation import Shard, as_rows, build_table, merge, run_ablation
 from specdec.research.ablation.journal import Journal, read_journals
 from specdec.research.ablation.runner import row_seed
-from specdec.research.ablation.table import TIMES
+from specdec.research.ablation.table import TABLE, TIMES, models_of
 from specdec.research.ablation.work import call_passes
 from specdec.research.traces.trace import Trace
 from tests.helpers.grid import PROMPTS, grid, save_model, save_pair
@@ -46,6 +48,29 @@ def finished(pair: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> 
     assert session.rows == ROWS
     assert merge(out) is not None
     return out
+
+
+def test_the_models_are_in_the_table_the_summary_and_the_report(finished: Path, pair: dict[str, str]) -> None:
+    rows = as_rows(finished)
+    assert {(r["target"], r["draft"], r["target_revision"]) for r in rows} == {(pair["target"], pair["draft"], None)}
+    summary = json.loads((finished / "summary.json").read_text())
+    [loaded] = summary["models"]["tiny"]
+    assert {role: model["name"] for role, model in loaded.items()} == pair
+    assert all(f"{role} {name}, weights " in (finished / "report.html").read_text() for role, name in pair.items())
+    asked = {"target": "a/b", "draft": "c", "revision": "main", "draft_revision": "v1"}
+    known = {"target": {"name": "a/b", "revision": "main", "commit": "0123"}}
+    assert models_of({"models": asked, "pair": "p"}, {"models": {"p": [known]}}) == {
+        "target": "a/b", "target_revision": "0123", "draft": "c", "draft_revision": "v1",
+    }  # fmt: skip
+
+
+def test_every_column_of_the_table_is_documented(finished: Path) -> None:
+    page = (ROOT / "docs" / "ablation.md").read_text(encoding="utf-8")
+    section = page.split("### Columns of the table")[1].split("\n#")[0]
+    first_cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    documented = re.findall(r"`(\w+)`", " ".join(first_cells))
+    assert len(documented) == len(set(documented))
+    assert set(documented) - {"k"} == set(pyarrow.parquet.read_table(finished / TABLE).column_names)
 
 
 def timeless(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

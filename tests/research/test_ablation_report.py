@@ -345,7 +345,10 @@ def test_compare_ranks_and_explains(pair: dict[str, str], tmp_path: Path) -> Non
     result = json.loads(done.stdout)
     found = {c["name"]: c for c in result["candidates"]}
     assert set(found) == {"target", "draft", "prompt-lookup:ngram_min=1"}
-    speeds = [c["decode_speedup"]["value"] for c in result["candidates"]]
+    assert {pair: [m["target"]["name"] for m in loaded] for pair, loaded in result["models"].items()} == {
+        name: [pair["target"]] for name in ("target", "draft", "no draft")
+    }
+    speeds = [c["speedup"]["value"] for c in result["candidates"]]
     assert speeds == sorted(speeds, reverse=True)
     own = found["target"]
     assert own["acceptance_by_position"] == [1.0, 1.0]

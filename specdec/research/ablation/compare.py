@@ -112,7 +112,8 @@ def compare(
     others = [name for name in named if baseline not in (None, name)]
     compared = [compare_settings(name, named[name], baseline, named[baseline]) for name in others] if baseline else []
     made.sort(key=lambda c: -((c["speedup"] or {}).get("value") or 0.0))
-    head = {k: summary[k] for k in ("date", "commit", "versions", "machine", "gate", "errors", "dropped_loops")}
+    kept = ("date", "commit", "versions", "machine", "models", "gate", "errors", "dropped_loops")
+    head = {name: summary[name] for name in kept}
     return {**head, "candidates": made, **({"comparisons": compared} if baseline is not None else {})}
 
 

@@ -39,6 +39,7 @@ def merge(
     if not rows:
         raise SpecdecError(f"{folder} has no rows yet")
     head = {name: manifest[name] for name in ("date", "commit", "versions", "machine")}
+    head["models"] = manifest.get("models", {})
     made = {**head, "missing": missing, "runner": store.overhead(), **summarise(rows, baseline, drop_loops)}
     write_table(rows, folder / TABLE)
     write_file(folder / SUMMARY, json.dumps(made, indent=1) + "\n", "summary")

@@ -88,6 +88,8 @@ def _made_with(manifest: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
         f"transformers {versions['transformers']}; {machine['gpu'] or machine['processor']}, {machine['threads']} "
         "threads."
     ]
+    for pair, loaded in manifest.get("models", {}).items():
+        lines.append(f"{pair}: {'; '.join(', '.join(_named(*one) for one in models.items()) for models in loaded)}.")
     if runner["overhead"] is not None:
         lines.append(
             f"{runner['decode']:.1f} s of decoding, {runner['load']:.1f} s of loading; the runner took "
@@ -100,6 +102,13 @@ def _made_with(manifest: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
             f"p-values flip the signs of the prompts' differences: with so few prompts none is below {floor:.2g}."
         )
     return "".join(f"<p>{text(line)}</p>" for line in lines)
+
+
+def _named(role: str, model: Mapping[str, Any]) -> str:
+    """What a model is: its name or class, and the hub's commit or the revision, and the hash of its weights."""
+    revision = model.get("commit") or model.get("revision")
+    parts = [model.get("name") or model.get("class") or "unknown", *([f"revision {revision}"] if revision else [])]
+    return f"{role} {', '.join(parts)}, weights {model.get('weights')}"
 
 
 def _banners(summary: Mapping[str, Any]) -> str:

@@ -3,10 +3,11 @@
 A function of the folder alone: run.json says which rows belong to it and in which order, the journals hold them. So
 the table of a run that was killed and resumed is the table of one that was not, apart from `TIMES`.
 
-Columns: the axes; `cell`, `setting` (the cell without its seed, in words), `plain` (the reference's cell); prompt and
-category, hashes of the prompt's ids and of the chat template that it went through (None: through none); what the row
-counted, by the names of specdec.stats; `loop_tokens` and `loop_share` of its text (research/loops.py); `tokens`,
-`text`, `records` (rounds as specdec.stats has them); seconds; and the gate:
+Columns (docs/ablation.md has them all): the axes; `cell`, `setting` (the cell without its seed, in words), `plain` (the
+reference's cell); names and revisions of the models; prompt and category, hashes of the prompt's ids and of the chat
+template that it went through (None: through none); what the row counted, by the names of specdec.stats; `loop_tokens`
+and `loop_share` of its text (research/loops.py); `tokens`, `text`, `records` (rounds as specdec.stats has them);
+seconds; and the gate:
 
 - `equals_plain`: whether the token ids are the reference's; None where they need not be (`leviathan` with sampling
   keeps the distribution and not the sample), and where there is no reference or a row failed;
@@ -59,7 +60,7 @@ def table_of(manifest: Mapping[str, Any], store: Store) -> tuple[list[Row], int]
             if entry is None or entry["fingerprint"] != prompt["fingerprint"]:
                 missing += 1
                 continue
-            rows.append(_flat(entry, cell, prompt, names[cell["key"]]))
+            rows.append({**_flat(entry, cell, prompt, names[cell["key"]]), **models_of(cell, manifest)})
     _gate(rows)
     with_references(rows)
     return rows, missing
@@ -107,6 +108,20 @@ def _settings(cell: Mapping[str, Any]) -> Row:
         "batch_size": cell["batch_size"],
     }
     return {**usual, **{k: v for k, v in cell["settings"].items() if k not in usual}}
+
+
+def models_of(cell: Mapping[str, Any], manifest: Mapping[str, Any]) -> Row:
+    """The models of a cell: their names, and as revisions the hub's commits, or what was asked for."""
+    asked = cell["models"] if isinstance(cell.get("models"), Mapping) else {}
+    loaded, made = manifest.get("models", {}).get(cell["pair"], []), Row()
+    for role, option in (("target", "revision"), ("draft", "draft_revision")):
+        name, revision = asked.get(role), asked.get(option)
+        known = [models.get(role, {}) for models in loaded]
+        commits = [
+            m["commit"] for m in known if (m.get("name"), m.get("revision")) == (name, revision) and m.get("commit")
+        ]
+        made |= {role: name, f"{role}_revision": (commits or [revision])[0]}
+    return made
 
 
 def _flat(entry: Mapping[str, Any], cell: Mapping[str, Any], prompt: Mapping[str, Any], label: str) -> Row:

@@ -21,6 +21,8 @@ def trace_rows(path: str | Path) -> list[Row] | None:
         return None
     trace = Trace.load(base)
     settings = trace.provenance.get("settings") or {}
+    models = trace.provenance.get("models") or {}
+    named = {role: (models.get(role) or {}).get("name") for role in ("target", "draft")}
     rows = []
     for i, row in enumerate(trace.rows):
         entry = {"records": [list(r) for r in records_of(trace.of_row(i))], "tokens": row.output}
@@ -31,6 +33,7 @@ def trace_rows(path: str | Path) -> list[Row] | None:
                 **{"prompt": row.id or f"row {i}", "category": row.category, "seed": 0, "batch_size": 1, "call": 0},
                 **{"acceptance": settings.get("acceptance"), "temperature": settings.get("temperature")},
                 **dict.fromkeys(SECONDS),
+                **named,
                 **{"prompt_tokens": len(row.prompt), "finish_reason": row.finish_reason, **entry, **figures(entry)},
             }
         )
