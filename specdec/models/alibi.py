@@ -1,46 +1,63 @@
-"""MPT's bias by distance (ALiBi), from positions.
+"""The bias by distance (ALiBi) of MPT and BLOOM, from positions.
 
-transformers' MPT counts distances in the order of the cache. Here a slot's index is not always its position: nodes of a
-tree take slots next to one another. So the bias becomes part of specdec's mask, which knows the positions, and MPT's
-attention is computed with that mask instead of the model's own.
+transformers counts distances in the order of the cache, or in an attention mask with one length for all rows. Here rows
+have lengths of their own, and a slot's index is not always its position: nodes of a tree take slots next to one
+another. So the bias becomes part of specdec's mask, which knows the positions. BLOOM adds that mask to a bias of its
+own, which is 0 then; MPT's attention is computed with it instead of the model's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from specdec.models.attention import matmul_attention
 
+BUILD = "build_alibi_tensor"  # BLOOM's method
+
 
 class Alibi:
-    """The attention modules of an MPT model, and the slopes [H] of its heads."""
+    """The attention modules of an MPT model, or the stack of a BLOOM model, and the slopes [H] of its heads."""
 
-    def __init__(self, model: Any, build: Callable[..., Tensor]):
+    def __init__(self, model: Any):
+        stack, device = model.base_model, model.device
         self.modules = [m for m in model.modules() if hasattr(m, "Wqkv") and hasattr(m, "softmax_scale")]
-        last_two = build(model.config.n_heads, 2, device=model.device)  # [H, 1, 2], of keys one apart
+        if self.modules:
+            last_two = stack.build_mpt_alibi_tensor(model.config.n_heads, 2, device=device)  # [H, 1, 2]: keys one apart
+        else:
+            last_two = stack.build_alibi_tensor(torch.ones(1, 2, device=device), model.config.n_head, torch.float32)
+        self.stack = None if self.modules else stack
         self.slopes = (last_two[:, 0, 1] - last_two[:, 0, 0]).float()
 
     @staticmethod
     def of(model: Any) -> Alibi | None:
-        """Return the bias of a model of transformers' own MPT class; None for any other."""
-        build = getattr(model.base_model, "build_mpt_alibi_tensor", None)
-        return None if build is None else Alibi(model, build)
+        """Return the bias of a model of transformers' own MPT or BLOOM class; None for any other."""
+        stack = model.base_model
+        return Alibi(model) if hasattr(stack, "build_mpt_alibi_tensor") or hasattr(stack, BUILD) else None
 
     @contextmanager
     def on(self, mask: Tensor) -> Iterator[None]:
         """Have attention take `mask` [B, H, S, L], bias included."""
         for module in self.modules:
             vars(module)["forward"] = partial(_attention, module, mask)
+        if self.stack is not None:
+            vars(self.stack)[BUILD] = _no_bias
         try:
             yield
         finally:
             for module in self.modules:
                 vars(module).pop("forward", None)
+            if self.stack is not None:
+                vars(self.stack).pop(BUILD, None)
+
+
+def _no_bias(mask: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
+    return torch.zeros((1, 1, 1), dtype=dtype, device=mask.device)
 
 
 def _attention(

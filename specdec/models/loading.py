@@ -395,6 +395,11 @@ def check_model_kind(config: Any, role: str, in_hand: bool = False) -> None:
     named = layers & set(_RECURRENT_LAYERS) or any(kind.startswith(t) for t in _RECURRENT_TYPES)
     if named or is_recurrent(text):
         raise SpecdecError(f"{role} ({kind}) has recurrent layers, whose state cannot be trimmed: not supported yet")
+    if getattr(text, "alibi", False) is True:
+        raise SpecdecError(
+            f"{role} ({kind}) has ALiBi in a form that counts distances in an attention mask with one length for all "
+            "rows: not supported; BLOOM, MPT, and Falcon with rotary positions (alibi=False) work"
+        )
     if "chunked_attention" in layers:
         raise SpecdecError(f"{role} ({kind}) uses chunked attention: not supported")
     for name in ("num_hidden_layers", "num_attention_heads"):

@@ -36,6 +36,7 @@ from specdec.models.fuse_projections import Fusion
 from specdec.models.kinds import layer_configs
 from specdec.models.kv_cache import CachePool, RaggedCache, compiled_slots, rounded_up
 from specdec.models.layer_subset import PassThrough, layers_of, leave_out
+from specdec.models.local_attention import LocalAttention
 from specdec.models.passes import ALL_LAYERS, WIDEST, PassInputs, PassKey, PassResult
 from specdec.models.quantised import rows_of, weight_of
 from specdec.models.rope import RowRope, switch_position
@@ -179,6 +180,9 @@ class Runner:
         self.masks = MaskBuilder(self.config, self.view.implementation, self.dtype)
         self.alibi = Alibi.of(self.view.model)
         self.masks.slopes = self.alibi.slopes if self.alibi is not None else None
+        self.local = LocalAttention.of(self.view.model)
+        if self.local is not None:
+            self.local.prepare(self.masks)
         self.mode, self.reason = self._choose_mode(n_layers)
         fuse = self.mode == "max" if self.fuse is None else self.fuse
         self.fusion = Fusion(self.view.model) if fuse else None
@@ -325,8 +329,12 @@ class Runner:
             vars(self.gaps[-1])["given"] = inputs.states
         fused = nullcontext() if self.fusion is None or self.view.private else self.fusion.on()
         rotated = self.rope.on(cache.long_rows(rows, self.device)) if self.rope is not None else nullcontext()
-        biased = self.alibi.on(cast(Tensor, masks)) if self.alibi is not None else nullcontext()
-        with self.view.attending(attention), fused, rotated, biased:
+        masked: Any = nullcontext()
+        if self.alibi is not None:
+            masked = self.alibi.on(cast(Tensor, masks))
+        elif self.local is not None and isinstance(masks, dict):
+            masked, arguments["attention_mask"] = self.local.on(masks), masks["full_attention"]
+        with self.view.attending(attention), fused, rotated, masked:
             if forward is not None and not cache.nbytes:
                 self.view.model(**arguments)  # allocates: compiled code that does so would be compiled once more
             out = (forward or self.view.model)(**arguments)
@@ -420,8 +428,8 @@ class Runner:
         if self.recorder is not None:
             return Choice("graph")
         choice = choose_mode(self.compile, self.model, layers, self.device)
-        if self.alibi is not None and choice.mode in ("inductor", "max"):
-            return Choice("graph", "the mask of ALiBi is a new object in every pass, for which code is compiled again")
+        if (self.alibi or self.local) is not None and choice.mode in ("inductor", "max"):
+            return Choice("graph", "its own kind of mask is a new object in every pass, for which code is compiled again")
         return choice
 
     def _make_graphs(self) -> None:

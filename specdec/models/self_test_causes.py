@@ -17,7 +17,7 @@ from specdec.models.kinds import cache_layers, field_of
 from specdec.models.runner import Runner
 
 PLAIN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
-KNOWN_ATTENTION = {"full_attention", "sliding_attention", "global"}
+KNOWN_ATTENTION = {"full_attention", "sliding_attention", "global", "local"}
 UNKNOWN = "its attention or its positions do not follow the masks and position_ids that it is given"
 
 

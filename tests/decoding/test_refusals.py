@@ -164,7 +164,6 @@ BART: dict[str, Any] = {
     "vocab_size": 64, "d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 32,
 }  # fmt: skip
 MODELS: dict[str, tuple[Any, str]] = {
-    "bloom": (transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4), "ALiBi"),
     "falcon": (
         transformers.FalconConfig(
             vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True,
@@ -177,13 +176,6 @@ MODELS: dict[str, tuple[Any, str]] = {
     "rembert": (transformers.RemBertConfig(**SMALL, input_embedding_size=16), "as in an encoder"),
     "bart": (transformers.BartConfig(**BART), "how full its cache is"),
     "mbart": (transformers.MBartConfig(**BART), "how full its cache is"),
-    "gpt_neo": (
-        transformers.GPTNeoConfig(
-            vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, window_size=4,
-            attention_types=[[["global", "local"], 1]],
-        ),
-        "local",
-    ),
     "openai-gpt": (transformers.OpenAIGPTConfig(vocab_size=64, n_embd=32, n_layer=2, n_head=4), "takes no cache"),
     "xlnet": (transformers.XLNetConfig(vocab_size=64, d_model=32, n_layer=2, n_head=4, d_inner=32), "takes no cache"),
     "deepseek_v3": (transformers.DeepseekV3Config(**SMALL, **LATENT), "num_key_value_heads=2"),
