@@ -268,17 +268,20 @@ class SpeculativeDecoder:
         grouped = experts and getattr(config, "_experts_implementation", None) != "batched_mm"
         trees = tree_makers(drafters)
         quantised = is_quantised(self.target.model)
+        recurrent = self.target.recurrence is not None
         # Two numbers have one sum in either order; of more, the order depends on the place in the pass.
         summed = self.ranks.size > 2
         if choice == "auto":
             half = self.target.dtype in (torch.bfloat16, torch.float16)
-            covered = not (experts or quantised or trees or summed)
+            covered = not (experts or quantised or trees or summed or recurrent)
             return self.target.device.type == "cuda" and half and covered
         if choice and trees:
             raise SpecdecError(
                 f"exact=True does not cover trees, which strategy {trees[0]!r} can make: an ancestor in another slot "
                 "changes the order of summation"
             )
+        if choice and recurrent:
+            raise SpecdecError("exact=True does not cover recurrent layers: they read rows in parts of any length")
         if choice and quantised:
             raise SpecdecError("exact=True does not cover quantised models: their kernels have not been measured")
         if choice and summed:

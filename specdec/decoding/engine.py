@@ -94,11 +94,11 @@ class Engine:
         if requests:
             made = self.chain.draft(requests, len(self.queue))
             drafts = {r.row: draft for r, draft in zip(requests, made, strict=True)}
-            self.cache.begin_draft(list(drafts))
         for b, row in new:
             draft = drafts.get(b, NO_DRAFT)
             # A tree is verified in one pass; the first nodes of a tree are a tree.
             row.open_round(draft if draft.parents is None else draft.first(self.shapes.verify_width - 1))
+        self.cache.begin_draft([b for b, row in active if row.pending])
 
     def _room(self, row: Row) -> int:
         """Return the most tokens that the row's next draft may have. It depends on the row's length alone."""

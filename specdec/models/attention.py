@@ -24,7 +24,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from specdec.errors import SpecdecError
-from specdec.models.kinds import attention_heads, field_of, layer_configs
+from specdec.models.kinds import KEYLESS, attention_heads, field_of, layer_configs
 from specdec.models.trees import TreePass
 
 RAGGED = "specdec_ragged"
@@ -33,7 +33,7 @@ FOLDED = (RAGGED, MATMUL)
 SUMMED = 8  # folded queries up to which compiled code takes scores as sums instead of a matrix product
 SUPPORTED = (*FOLDED, "sdpa", "eager")
 
-Mask = Tensor | dict[str, Tensor]
+Mask = Tensor | dict[str, Any]  # by kind of layer; None for layers that attend to nothing
 
 
 def ragged_attention(
@@ -172,6 +172,7 @@ class MaskBuilder:
         self.slopes: Tensor | None = None  # [H]: the bias by distance is a part of the mask (models/alibi.py)
         self.per_type = "sliding_attention" in layer_types
         self.sliding_only = not layer_types and window is not None
+        self.maskless = dict.fromkeys(layer_types & KEYLESS)  # models that ask for a mask by kind ask for these too
 
     def __call__(self, positions: Tensor, kv_len: int, tree: TreePass | None = None) -> Mask:
         """Build masks [B, 1, G * S, kv_len], G = 1 unless folded.
@@ -195,7 +196,7 @@ class MaskBuilder:
         sliding = full & (age < self.window)
         if self.sliding_only:
             return self._finish(sliding)
-        return {"full_attention": self._finish(full), "sliding_attention": self._finish(sliding)}
+        return {"full_attention": self._finish(full), "sliding_attention": self._finish(sliding), **self.maskless}
 
     def _finish(self, mask: Tensor) -> Tensor:
         if not self.additive:

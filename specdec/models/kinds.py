@@ -7,6 +7,11 @@ from typing import Any
 
 from transformers.cache_utils import DynamicCache
 
+RECURRENT = {"linear_attention", "mamba", "mamba2", "conv", "recurrent", "ssm", "hybrid", "hybrid_sliding"}
+KEYLESS = RECURRENT - {"hybrid", "hybrid_sliding"} | {"mlp", "moe"}  # kinds of layers without keys and values
+# Types whose recurrent states are kept elsewhere than in transformers' cache.
+OWN_STATES = {"rwkv", "xlstm", "recurrent_gemma", "minimax"}
+
 
 def layer_configs(config: Any) -> list[Any]:
     """Return the configuration of each layer of a text config: the config itself, with the layer's own values."""
@@ -22,9 +27,14 @@ def field_of(config: Any, name: str, default: Any = None) -> Any:
         return default
 
 
+def layer_kinds(config: Any) -> list[str]:
+    """Return the kind of each layer of a text config, in transformers' words; none if it says none."""
+    return list(getattr(config, "layer_types", None) or ())
+
+
 def attention_heads(layer: Any) -> tuple[int, int]:
-    """Return (query heads, key-value heads) of a layer's configuration."""
-    heads = layer.num_attention_heads
+    """Return (query heads, key-value heads) of a layer's configuration; (1, 1) for a model without attention."""
+    heads = getattr(layer, "num_attention_heads", None) or 1
     return heads, getattr(layer, "num_key_value_heads", None) or heads
 
 
@@ -36,6 +46,7 @@ def cache_layers(config: Any) -> list[Any]:
 
 
 def is_recurrent(config: Any) -> bool:
-    """True if transformers' cache for a model holds states of a recurrence or a convolution."""
+    """True if a model has states of a recurrence or a convolution."""
     bases = {base.__name__ for layer in cache_layers(config) for base in type(layer).__mro__}
-    return any("LinearAttention" in name or "Mamba" in name for name in bases)
+    named = any("LinearAttention" in name or "Mamba" in name for name in bases)
+    return named or not RECURRENT.isdisjoint(layer_kinds(config)) or config.model_type in OWN_STATES

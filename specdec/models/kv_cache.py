@@ -28,7 +28,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from specdec.device.transfer import array_on, moved
 from specdec.errors import SpecdecError
-from specdec.models.kinds import attention_heads, layer_configs
+from specdec.models.kinds import KEYLESS, attention_heads, layer_configs, layer_kinds
+from specdec.models.recurrent_state import RowStates
 
 SHORT = 16  # tokens: looking for a shared prefix of less costs more than it saves
 
@@ -153,12 +154,14 @@ class RaggedCache(Cache):
     """`batch` rows of up to `capacity` tokens for a model with `n_layers` attention layers.
 
     It stores keys and values; its owner counts the rows' lengths (decoding/engine.py, drafters/draft_model/core.py).
+    recurrent: it also has states of recurrent layers (models/recurrent_state.py)
     """
 
-    def __init__(self, n_layers: int, batch: int, capacity: int):
+    def __init__(self, n_layers: int, batch: int, capacity: int, recurrent: bool = False):
         super().__init__(layers=[RaggedLayer(batch, capacity) for _ in range(n_layers)])
         self.batch = batch
         self.capacity = capacity
+        self.states = RowStates(batch) if recurrent else None
         self.aimed: Aim | None = None
         # Rows that are rotated with long factors (models/rope.py): on the host and, once a pass asks, on the device.
         self.is_long = [False] * batch
@@ -211,16 +214,19 @@ class RaggedCache(Cache):
         return [layer for layer in self.layers if layer.is_initialized]
 
     def begin_draft(self, rows: Sequence[int]) -> None:
-        """Prepare rows for tokens that may be rejected. Keys and values need nothing; recurrent states would be saved
-        here."""
+        """Prepare rows for tokens that may be rejected: recurrent states are saved. Keys and values need nothing."""
+        if self.states is not None:
+            self.states.begin_draft(rows)
 
     def rewind(self, lengths: Mapping[int, int], moves: Sequence[tuple[int, int, int]] = ()) -> None:
         """Trim each row to the tokens that it keeps; lengths: row -> slots.
 
         Trimming keys and values costs nothing: masks hide them until later tokens overwrite them. Only accepted paths
-        of trees are copied: `moves`, as in `compact`.
+        of trees are copied: `moves`, as in `compact`. Recurrent states go back when the row's next pass begins.
         """
         self.compact(moves)
+        if self.states is not None:
+            self.states.rewind(lengths)
 
     def compact(self, moves: Sequence[tuple[int, int, int]]) -> None:
         """Copy slots at once, (row, from, to) each: every source is read before any target is written."""
@@ -271,7 +277,12 @@ class KeptRows:
         self.is_long = list(self.cache.is_long)
 
     def longest(self, ids: np.ndarray, is_long: bool = False) -> tuple[int, int]:
-        """Return (row, n): the row that shares the longest prefix with `ids`, and its tokens; n = 0: none does."""
+        """Return (row, n): the row that shares the longest prefix with `ids`, and its tokens; n = 0: none does.
+
+        A recurrent state has read a whole text, so it is of no use to a text with the same beginning.
+        """
+        if self.cache.states is not None:
+            return 0, 0
         alike = [long == is_long for long in self.is_long]
         shared = [common_prefix(text, ids) if a else 0 for text, a in zip(self.texts, alike, strict=False)]
         best = max(range(len(shared)), key=shared.__getitem__, default=0)
@@ -347,10 +358,11 @@ class CachePool:
     one: the second finds the pool empty and allocates its own.
     """
 
-    def __init__(self, n_layers: int, step: int = 1, coarse: bool = False):
+    def __init__(self, n_layers: int, step: int = 1, coarse: bool = False, recurrent: bool = False):
         self.n_layers = n_layers
         self.step = step
         self.coarse = coarse
+        self.recurrent = recurrent
         self.idle: RaggedCache | None = None
 
     def room(self, capacity: int) -> int:
@@ -367,7 +379,7 @@ class CachePool:
             enough = cache.capacity >= capacity if self.step > 1 else cache.capacity == capacity
             if enough:
                 return cache
-        cache = RaggedCache(self.n_layers, batch, capacity)
+        cache = RaggedCache(self.n_layers, batch, capacity, self.recurrent)
         cache.pool = self
         return cache
 
@@ -381,11 +393,15 @@ def kv_widths(config: Any) -> list[tuple[int, int]]:
     """Return (key numbers, value numbers) that each layer keeps per token, from a transformers text config.
 
     Multi-head latent attention stores every head with its own key and value widths; other models store `H_kv` heads
-    of `head_dim`. Layers that read another layer's keys and values keep none.
+    of `head_dim`. Layers that read another layer's keys and values keep none, and neither do recurrent ones.
     """
     layers = layer_configs(config)
     modes = getattr(config, "kv_sharing_modes", None) or [None] * len(layers)
-    return [(0, 0) if mode == "reuse" else _layer_widths(layer) for mode, layer in zip(modes, layers, strict=True)]
+    kinds = layer_kinds(config) or [""] * len(layers)
+    return [
+        (0, 0) if mode == "reuse" or kind in KEYLESS else _layer_widths(layer)
+        for mode, kind, layer in zip(modes, kinds, layers, strict=True)
+    ]
 
 
 def _layer_widths(layer: Any) -> tuple[int, int]:

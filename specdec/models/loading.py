@@ -33,18 +33,17 @@ from specdec.models.checkpoint import (
     fault_of_weights,
     said,
 )
-from specdec.models.kinds import is_recurrent
+from specdec.models.kinds import OWN_STATES, is_recurrent, layer_kinds
 from specdec.models.names import note_name
 from specdec.models.pair_report import ModelFacts, PairReport
 from specdec.models.quantised import check_activations
+from specdec.models.recurrent_state import Recurrence
 from specdec.models.rope import rope_settings, rope_type, switch_position
 from specdec.models.runner import context_length
 from specdec.models.tensor_parallel import loading_options, own_device
 
 EMBEDDED = {"demo-target": target_path, "demo-draft": draft_path}
 LONGEST_ID = 200  # characters of a name on the hub
-_RECURRENT_LAYERS = ("linear_attention", "mamba", "mamba2", "conv", "recurrent", "ssm")
-_RECURRENT_TYPES = ("mamba", "mamba2", "rwkv", "recurrent_gemma", "jamba", "falcon_mamba", "falcon_h1", "xlstm")
 
 
 @dataclass(frozen=True)
@@ -391,19 +390,17 @@ def check_model_kind(config: Any, role: str, in_hand: bool = False) -> None:
     if not in_hand and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not getattr(config, "auto_map", None):
         raise SpecdecError(f"{role} ({kind}) is not a causal language model that transformers knows")
     text = config.get_text_config()
-    layers = set(getattr(text, "layer_types", None) or ())
-    named = layers & set(_RECURRENT_LAYERS) or any(kind.startswith(t) for t in _RECURRENT_TYPES)
-    if named or is_recurrent(text):
-        raise SpecdecError(f"{role} ({kind}) has recurrent layers, whose state cannot be trimmed: not supported yet")
+    if kind in OWN_STATES:
+        raise SpecdecError(_own_states(role, kind))
     if getattr(text, "alibi", False) is True:
         raise SpecdecError(
             f"{role} ({kind}) has ALiBi in a form that counts distances in an attention mask with one length for all "
             "rows: not supported; BLOOM, MPT, and Falcon with rotary positions (alibi=False) work"
         )
-    if "chunked_attention" in layers:
+    if "chunked_attention" in layer_kinds(text):
         raise SpecdecError(f"{role} ({kind}) uses chunked attention: not supported")
     for name in ("num_hidden_layers", "num_attention_heads"):
-        if not _has(text, name):
+        if not _has(text, name) and not (name == "num_attention_heads" and is_recurrent(text)):
             raise SpecdecError(f"{role} ({kind}) says no {name} in its configuration: it is no single stack of layers")
     if any("dynamic" in rope_type(settings) for settings in rope_settings(text)):
         raise SpecdecError(
@@ -411,6 +408,13 @@ def check_model_kind(config: Any, role: str, in_hand: bool = False) -> None:
             "on its neighbours; not supported"
         )
     switch_position(text, role)
+
+
+def _own_states(role: str, kind: str) -> str:
+    return (
+        f"{role} ({kind}) keeps the states of its recurrent layers in a place of its own, where rejected tokens cannot "
+        "be taken back; recurrent layers work if their states are in transformers' cache (docs/models.md)"
+    )
 
 
 def _has(config: Any, name: str) -> bool:
@@ -431,6 +435,8 @@ def check_modules(target: Any, draft: Any, tokenizer: Any, draft_tokenizer: Any,
             raise SpecdecError(f"{role} ({type(model).__name__}) has no language-model head")
         check_weights(model, role)
         check_activations(model, role)
+        if is_recurrent(model.config.get_text_config()) and Recurrence.of(model) is None:
+            raise SpecdecError(_own_states(role, model.config.model_type))
         facts.append(ModelFacts.from_module(role, model))
     report = PairReport.make(facts)
     if draft is not None:

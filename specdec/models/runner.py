@@ -18,7 +18,7 @@ import inspect
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
@@ -39,6 +39,7 @@ from specdec.models.layer_subset import PassThrough, layers_of, leave_out
 from specdec.models.local_attention import LocalAttention
 from specdec.models.passes import ALL_LAYERS, WIDEST, PassInputs, PassKey, PassResult
 from specdec.models.quantised import rows_of, weight_of
+from specdec.models.recurrent_state import Recurrence
 from specdec.models.rope import RowRope, switch_position
 from specdec.models.state import recorded_from
 from specdec.models.trees import TreePass
@@ -178,6 +179,9 @@ class Runner:
         self.facts = self.measure()
         self.device, self.dtype, self.embedded, self.vocab_size, self.context, n_layers = self.facts
         self.masks = MaskBuilder(self.config, self.view.implementation, self.dtype)
+        self.recurrence = Recurrence.of(self.view.model)
+        if self.recurrence is not None:
+            self.tree_fault = f"{self.config.model_type} has recurrent layers, which read one path only"
         self.alibi = Alibi.of(self.view.model)
         self.masks.slopes = self.alibi.slopes if self.alibi is not None else None
         self.local = LocalAttention.of(self.view.model)
@@ -192,7 +196,8 @@ class Runner:
         self.rope = RowRope(self.view.model, switch) if switch is not None else None
         self._make_graphs()
         step = KV_STEP if self.device.type == "cuda" or self.graphs is not None else 1
-        self.pool = CachePool(n_layers, step, coarse=self.compiled is not None)
+        coarse, recurrent = self.compiled is not None, self.recurrence is not None
+        self.pool = CachePool(n_layers, step, coarse, recurrent)
         accepted = inspect.signature(self.view.model.forward).parameters
         # transformers 5.24 renamed the argument; the old name still works there but warns.
         self.cache_argument = "cache" if "cache" in accepted else "past_key_values"
@@ -207,8 +212,14 @@ class Runner:
     def without_layers(self, skip: tuple[int, ...], adapter: Any = None) -> Runner:
         """Return a runner of the same model without some layers, for passes over this one's caches.
 
-        It is made once; its passes are recorded if this one's are, and never compiled.
+        It is made once; its passes are recorded if this one's are, and never compiled. Raises SpecdecError for a model
+        with recurrent layers.
         """
+        if self.recurrence is not None:
+            raise SpecdecError(
+                f"{self.config.model_type} has recurrent layers, so it cannot draft without some of its layers: their "
+                "states would have to be kept twice; use another strategy"
+            )
         made = self.subsets.get((skip, adapter))
         if made is None:
             attention = None if self.own_attention else self.attn_implementation
@@ -284,7 +295,7 @@ class Runner:
 
     def key(
         self, cache: RaggedCache, shapes: Shapes, width: int, reach: int, region: int = 0, keep: int = 0
-    ) -> PassKey:  # fmt: skip
+    ) -> PassKey:
         """Make the key of a pass over all rows that reads no slot from `reach` on; region: slots of a row's tree."""
         kv_len, adapter = shapes.kv_len(reach, cache.capacity), 0 if self.adapter is None else id(self.adapter)
         if self.compiled is not None and not keep:  # prefill is not compiled
@@ -334,7 +345,8 @@ class Runner:
             masked = self.alibi.on(cast(Tensor, masks))
         elif self.local is not None and isinstance(masks, dict):
             masked, arguments["attention_mask"] = self.local.on(masks), masks["full_attention"]
-        with self.view.attending(attention), fused, rotated, masked:
+        read = nullcontext() if self.recurrence is None else self._reading(self.recurrence, cache, key, inputs)
+        with self.view.attending(attention), fused, rotated, masked, read:
             if forward is not None and not cache.nbytes:
                 self.view.model(**arguments)  # allocates: compiled code that does so would be compiled once more
             out = (forward or self.view.model)(**arguments)
@@ -342,6 +354,14 @@ class Runner:
             return PassResult(out.logits)
         states = out.hidden_states
         return PassResult(out.logits, states if key.observed == ALL_LAYERS else tuple(states[i] for i in key.observed))
+
+    def _reading(
+        self, recurrence: Recurrence, cache: RaggedCache, key: PassKey, inputs: PassInputs
+    ) -> AbstractContextManager[None]:
+        """Have the recurrent modules read the pass from the rows' states. The host must know where the rows are."""
+        assert cache.states is not None
+        starts, counts = inputs.layout.tolist()
+        return recurrence.on(cache.states, starts, counts, key.first_row)
 
     def prepare(
         self, inputs: PassInputs, width: int, kv_len: int, capacity: int
@@ -425,11 +445,15 @@ class Runner:
         return {} if self.graphs is None else dict(self.graphs.failures)
 
     def _choose_mode(self, layers: int) -> Choice:
-        if self.recorder is not None:
+        if self.recorder is not None and self.recurrence is None:
             return Choice("graph")
         choice = choose_mode(self.compile, self.model, layers, self.device)
+        if self.recurrence is not None and choice.mode != "off":
+            return Choice("off", "what recurrent layers read in a pass depends on the rows")
         if (self.alibi or self.local) is not None and choice.mode in ("inductor", "max"):
-            return Choice("graph", "its own kind of mask is a new object in every pass, for which code is compiled again")
+            return Choice(
+                "graph", "its own kind of mask is a new object in every pass, for which code is compiled again"
+            )
         return choice
 
     def _make_graphs(self) -> None:

@@ -43,19 +43,23 @@ def self_test(runner: Runner, role: str) -> None:
         raise SpecdecError(f"{kind} is not supported: {plain_cause(runner)} ({first_line(error)})") from error
     if test.looks_ahead(expected):
         raise SpecdecError(f"{kind} is not supported: {cause(runner, test.first, expected[0], looks_ahead=True)}")
-    fault = test.fault(expected, tree=True, far=True)
-    if fault is None:
-        return
-    if test.fault(expected, tree=True, far=False) is None:
-        raise SpecdecError(
-            f"{kind} is not supported: a row's logits depend on how long the rows beside it are ({fault})"
-        )
+    if runner.recurrence is None:
+        fault = test.fault(expected, tree=True, far=True)
+        if fault is None:
+            return
+        if test.fault(expected, tree=True, far=False) is None:
+            raise SpecdecError(
+                f"{kind} is not supported: a row's logits depend on how long the rows beside it are ({fault})"
+            )
     chains = test.fault(expected, tree=False, far=False)
     if chains is not None:
         raise SpecdecError(
             f"{kind} is not supported: {cause(runner, test.first, expected[0], looks_ahead=False)}; {chains}"
         )
-    runner.tree_fault = f"{kind} cannot verify trees, since it takes positions from the order of its cache ({fault})"
+    if runner.recurrence is None:
+        runner.tree_fault = (
+            f"{kind} cannot verify trees, since it takes positions from the order of its cache ({fault})"
+        )
 
 
 class _SelfTest:
@@ -114,14 +118,16 @@ class _SelfTest:
     def _passes(self, tree: bool, far: bool) -> list[tuple[int, int, Tensor]]:
         """Run the passes; returns (row, position, logits [n, V] from there on) of each."""
         runner, n, start = self.runner, self.length, self.start
-        cache = RaggedCache(runner.pool.n_layers, 2, n + len(TREE))
+        cache = RaggedCache(runner.pool.n_layers, 2, n + len(TREE), runner.recurrence is not None)
         long = runner.rope is not None and n > runner.rope.switch
         for row in (0, 1):
             cache.set_long(row, long)
         runner.prefill(cache, self._shapes(n), {0: self.first[:start]}, {0: 0})
         branch = self._tree(cache, tree, far)
         cache.set_long(1, long)
-        if self.shared:
+        if runner.recurrence is not None:
+            runner.prefill(cache, self._shapes(n), {1: self.second[: self.shared]}, {1: 0})
+        elif self.shared:
             cache.copy_row_from(cache, 0, 1, self.shared)
         fed = [self.first[start + len(branch) : n - 1], self.second[self.shared : n - 1]]
         starts = [start + len(branch), self.shared]
@@ -142,8 +148,9 @@ class _SelfTest:
             ids[column] = first[start + 1 + depth]
         if far:
             cache.set_long(1, self.runner.rope is not None and self.far >= self.runner.rope.switch)
+        cache.begin_draft([0])
         out = self._feed(cache, [ids, wrong[: len(ids)] if far else []], [start, 0], parents, self.far if far else 0)
-        cache.compact(moves(0, path, start))
+        cache.rewind({0: start + len(path)}, moves(0, path, start))
         return out[0, [0, *path]]
 
     def _feed(

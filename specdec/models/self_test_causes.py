@@ -13,11 +13,12 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from specdec.device.transfer import to_device
 from specdec.models.attention import AttentionSwitch
-from specdec.models.kinds import cache_layers, field_of
+from specdec.models.kinds import KEYLESS, RECURRENT, cache_layers, field_of
+from specdec.models.recurrent_state import Recurrence
 from specdec.models.runner import Runner
 
 PLAIN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
-KNOWN_ATTENTION = {"full_attention", "sliding_attention", "global", "local"}
+KNOWN_ATTENTION = {"full_attention", "sliding_attention", "global", "local"} | RECURRENT | KEYLESS
 UNKNOWN = "its attention or its positions do not follow the masks and position_ids that it is given"
 
 
@@ -48,6 +49,8 @@ def cause(runner: Runner, ids: Sequence[int], expected: Tensor, looks_ahead: boo
     kinds = {kind for kinds in named for kind in kinds if isinstance(kind, str)} - KNOWN_ATTENTION
     if not accepted & {"cache", "past_key_values"}:
         return "it keeps no keys and values between passes, since its forward takes no cache"
+    if runner.recurrence is not None:
+        return _cause_in_states(runner.recurrence)
     if extra:
         return f"its cache keeps more than keys and values ({', '.join(extra)})"
     if kinds:
@@ -65,6 +68,20 @@ def cause(runner: Runner, ids: Sequence[int], expected: Tensor, looks_ahead: boo
         if not _is_same(_numbered(runner, ids), expected):
             return "it counts positions in another way than 0, 1, 2, ..."
     return UNKNOWN
+
+
+def _cause_in_states(recurrence: Recurrence) -> str:
+    """Say why the passes of a model with recurrent modules are wrong."""
+    limits: list[Any] = [getattr(module, "time_step_limit", None) for module in recurrence.modules]
+    least = max((limit[0] for limit in limits if limit), default=0)
+    if least > 0:
+        return (
+            f"its recurrent layers keep to a least time step of {least:g} where they read several tokens and not where "
+            "they read one, so its logits depend on how a text is fed, also in transformers; with next to no limit "
+            "(time_step_min=1e-9 in its configuration) it works"
+        )
+    names = ", ".join(sorted({type(module).__name__ for module in recurrence.modules}))
+    return f"its recurrent layers ({names}) ask for more than hidden states and what they have kept themselves"
 
 
 def _accepted(model: Any) -> set[str]:

@@ -180,7 +180,7 @@ MODELS: dict[str, tuple[Any, str]] = {
     "xlnet": (transformers.XLNetConfig(vocab_size=64, d_model=32, n_layer=2, n_head=4, d_inner=32), "takes no cache"),
     "deepseek_v3": (transformers.DeepseekV3Config(**SMALL, **LATENT), "num_key_value_heads=2"),
     "minicpm3": (transformers.MiniCPM3Config(**SMALL, **LATENT), "num_key_value_heads=2"),
-    "falcon_mamba": (transformers.FalconMambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=64), "recurrent"),
+    "rwkv": (transformers.RwkvConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2), "recurrent"),
 }  # fmt: skip
 
 
@@ -203,12 +203,12 @@ def test_a_model_that_cannot_work_is_refused_by_what_it_has(kind: str) -> None:
 
 
 @pytest.mark.parametrize("layer", ["linear_attention", "hybrid", "conv"])
-def test_recurrent_layers_are_found_by_what_the_cache_holds(layer: str) -> None:
+def test_recurrent_layers_whose_states_are_not_in_the_cache_are_refused(layer: str) -> None:
     """Also in a model whose name says nothing."""
-    config = copy.deepcopy(tiny_model("llama").config)
-    config.layer_types = ["full_attention", layer, "full_attention"]
-    with pytest.raises(SpecdecError, match="recurrent"):
-        check_model_kind(config, "target")
+    model = copy.deepcopy(tiny_model("llama"))
+    model.config.layer_types = ["full_attention", layer, "full_attention"]
+    with pytest.raises(SpecdecError, match=r"recurrent layers in a place of its own"):
+        specdec.SpeculativeDecoder(model)
 
 
 def test_a_decoder_of_an_encoders_kind_works() -> None:

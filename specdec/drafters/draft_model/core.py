@@ -142,8 +142,8 @@ class DraftCore:
         self.length[row] += len(kept)
 
     def settle(self) -> None:
-        """Move accepted paths to where a chain would have them, all rows at once."""
-        self.cache.compact(self.moves)
+        """Trim the rows: accepted paths of trees move to where a chain would have them, all rows at once."""
+        self.cache.rewind(dict(enumerate(self.length)), self.moves)
         self.moves = []
 
     def feed(self, requests: Sequence[DraftRequest]) -> tuple[np.ndarray, list[int], list[int]]:
@@ -207,6 +207,7 @@ class DraftCore:
         self.passes += 1
         device = self.runner.device
         logits = self.runner.step(self.cache, self.shapes, array_on(tokens, device), starts, counts).logits
+        self.cache.begin_draft([r.row for r in requests])
         newest = to_device([max(c - 1, 0) for c in counts], device)
         return logits[torch.arange(self.batch, device=device), newest]
 
@@ -254,6 +255,7 @@ class DraftCore:
         numbers, runner = inputs.numbers, self.runner
         length, rows = numbers[at.STARTS] + numbers[at.COUNTS], torch.arange(self.batch, device=runner.device)
         first = self.forward(key.first, PassInputs(inputs.tokens, numbers[: at.KEYS]))
+        self.cache.begin_draft([r.row for r in requests])
         logits = first[rows, (numbers[at.COUNTS] - 1).clamp(min=0)]  # [B, V_draft]
         texts = None if sampling is None else sampling.drafted(inputs.known, numbers[at.POSITIONS], requests)
         tokens: list[Tensor] = []

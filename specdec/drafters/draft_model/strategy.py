@@ -200,8 +200,10 @@ class DraftModel(CoreDrafter):
 
     @property
     def can_pipeline(self) -> bool:
-        """True for chains that overlap, or whose draft steps are recorded."""
-        return not self.makes_trees and (bool(self.overlap) or self._core.runner.graphs is not None)
+        """True for chains that overlap, or whose draft steps are recorded; recurrent states cannot run ahead."""
+        runner = self._core.runner
+        chains = not self.makes_trees and runner.recurrence is None
+        return chains and (bool(self.overlap) or runner.graphs is not None)
 
     def pipeline(self, requests: Sequence[DraftRequest], accepted: Tensor, token: Tensor, n: int | None = None) -> bool:
         k = (self.n_max or 0) if n is None else self.steps(n)
