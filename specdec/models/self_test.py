@@ -40,7 +40,7 @@ def self_test(runner: Runner, role: str) -> None:
     try:
         expected = test.plain()
     except Exception as error:  # anything that a model trips over in its own code
-        raise SpecdecError(f"{kind} is not supported: {plain_cause(runner)} ({first_line(error)})") from error
+        raise SpecdecError(f"{kind} is not supported: {plain_cause(runner)} ({_said(error)})") from error
     if test.looks_ahead(expected):
         raise SpecdecError(f"{kind} is not supported: {cause(runner, test.first, expected[0], looks_ahead=True)}")
     if runner.recurrence is None:
@@ -102,7 +102,7 @@ class _SelfTest:
         try:
             found = self._passes(tree, far)
         except Exception as error:
-            return f"a pass over a cache with a length for each row fails ({first_line(error)})"
+            return f"a pass over a cache with a length for each row fails ({_said(error)})"
         for row, position, logits in found:
             if not len(logits):
                 continue
@@ -181,6 +181,12 @@ class _SelfTest:
 
     def _shapes(self, capacity: int) -> Shapes:
         return Shapes.choose(self.runner.device, False, capacity)
+
+
+def _said(error: Exception) -> str:
+    """Return what a model has tripped over, without the sizes of tensors, which mean nothing to a user."""
+    line = first_line(error)
+    return type(error).__name__ if any(word in line.lower() for word in ("size", "shape", "dimension")) else line
 
 
 def _relative(found: Tensor, wanted: Tensor) -> float:
