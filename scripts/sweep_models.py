@@ -3,9 +3,11 @@
     python scripts/sweep_models.py --out results/models.json   # a few minutes on two cores
     python scripts/sweep_models.py llama mpt                   # some types only, to the screen
 
-Each type ends as "equal" (plain decoding, chains, trees and two rows with a common beginning give the greedy text of
-`model.generate`), as "refused" with specdec's reason, or as "wrong". Types of which transformers itself cannot build a
-tiny model that generates are listed as "not built", with its reason.
+Each type ends as "equal", as "refused" with specdec's reason, or as "wrong". Equal: plain decoding, chains, trees and
+drafts that are right in part give the greedy text of `model.generate` for rows of different lengths, past every window,
+with shared and kept beginnings; and as a draft the type proposes what it says by itself. Types of which transformers
+itself cannot build a tiny model that generates are listed as "not built", with its reason. `VARIANTS` are types in
+another form than their default.
 
 Configurations are shrunk by the names of their fields (`SIZES`), so that a type which a later transformers adds is
 tried without a change here, as long as it names its sizes as others do.
@@ -18,7 +20,7 @@ import copy
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import date
@@ -31,6 +33,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from specdec.decoder import SpeculativeDecoder
 from specdec.decoding.provenance import versions
+from specdec.drafters.base import Draft, Drafter, DraftRequest
 from specdec.drafters.draft_model.strategy import DraftModel
 from specdec.errors import SpecdecError
 from specdec.files.compact_json import write_json
@@ -111,7 +114,7 @@ SIZES = {name: size for size, names in _BY_SIZE for name in names.split()}
 _PER_TYPE = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")}
 # What some classes check, or leave to the checkpoint.
 NEEDED: dict[str, dict[str, Any]] = {
-    "bamba": {"mamba_d_head": 32},
+    "bamba": {"mamba_d_head": 32, "attn_layer_indices": [1, 3]},
     "blt": {"encoder_hash_byte_group_vocab": 64},
     "cohere_compass_text": {"rope_parameters": _PER_TYPE},
     "dbrx": {
@@ -127,10 +130,11 @@ NEEDED: dict[str, dict[str, Any]] = {
     "gemma4_text": {"num_kv_shared_layers": 2},
     "gemma4_unified_text": {"num_kv_shared_layers": 2},
     "gemma4_assistant": {"hidden_size_per_layer_input": 0},
-    "granitemoehybrid": {"mamba_d_head": 32},
+    "granitemoehybrid": {"mamba_d_head": 32, "layer_types": ["linear_attention", "full_attention"] * 2},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"head_dim": 32},
     "ministral": {"head_dim": 16},
     "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
@@ -142,8 +146,51 @@ NEEDED: dict[str, dict[str, Any]] = {
         "indexer_budget": 16,
         "indexer_compress_ratio": 4,
     },
+    "zamba": {
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+    },
+    "zamba2": {
+        "n_mamba_heads": 8,
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+    },
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": (16, 48), "axial_pos_shape": (8, 16)},
 }
+
+
+_LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 28, "short_factor": [1.0] * 8,
+    "long_factor": [1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 8.0, 8.0],
+}  # fmt: skip
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "falcon:alibi": ("falcon", {"alibi": True, "new_decoder_architecture": False}),
+    "gpt_neox:sequential": ("gpt_neox", {"use_parallel_residual": False}),
+    "llama:dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
+    "nemotron_h:no-limit": ("nemotron_h", {"time_step_min": 1e-9}),
+    "phi3:longrope": ("phi3", {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 28}),
+    "qwen2:windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}),
+    "zamba2:no-limit": ("zamba2", {"time_step_min": 1e-9}),
+}
+
+
+# What papers and their readers use, by what is special about it.
+_FAMILIES = {
+    "dense": "llama mistral qwen2 qwen3 gemma phi3 olmo2 olmo3 granite smollm3 cohere cohere2 starcoder2 stablelm",
+    "older": "gpt2 gpt_neo gptj gpt_neox gpt_neox:sequential opt bloom falcon falcon:alibi mpt gpt_bigcode codegen phi",
+    "mixture of experts": "mixtral qwen2_moe qwen3_moe gpt_oss olmoe phimoe deepseek_v2 deepseek_v3",
+    "mixed windows, soft caps": "gemma2 gemma3_text qwen2:windows",
+    "shared keys and values": "gemma3n_text gemma4_text",
+    "hybrid and recurrent": """
+        mamba mamba2 falcon_mamba jamba bamba zamba zamba2 zamba2:no-limit falcon_h1 granitemoehybrid nemotron_h
+        nemotron_h:no-limit lfm2 lfm2_moe qwen3_next qwen3_5_text olmo_hybrid kimi_linear rwkv recurrent_gemma xlstm
+        minimax
+    """,
+    "rope that depends on the pass": "phi3:longrope llama:dynamic",
+}
+FAMILIES = {family: names.split() for family, names in _FAMILIES.items()}
 
 
 @dataclass(frozen=True)
@@ -156,8 +203,8 @@ class Found:
 
 
 def model_types() -> list[str]:
-    """Every model type for which `AutoModelForCausalLM` has a class."""
-    return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    """Every model type for which `AutoModelForCausalLM` has a class, and `VARIANTS`."""
+    return sorted([*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS])
 
 
 def shrunk(config: Any) -> dict[str, Any]:
@@ -189,7 +236,8 @@ def _some_layers(values: list[Any], size: int | None) -> list[Any]:
 
 def tiny_config(model_type: str) -> Any:
     """A tiny configuration with every kind of layer that the type has by default."""
-    made, needed = CONFIG_MAPPING[model_type], NEEDED.get(model_type, {})
+    model_type, changed = VARIANTS.get(model_type, (model_type, {}))
+    made, needed = CONFIG_MAPPING[model_type], {**NEEDED.get(model_type, {}), **changed}
     try:
         default = made()
     except ValueError:  # some types have no defaults that go together
@@ -255,9 +303,9 @@ def _refusal(config: Any) -> str:
 
 
 def prompts() -> list[list[int]]:
-    """Two prompts with a common beginning that is worth sharing."""
-    ids = torch.randint(3, VOCAB, (30,), generator=torch.Generator().manual_seed(1)).tolist()
-    return [ids[:24], ids[:20] + ids[26:]]
+    """Three prompts of different lengths, two with a common beginning that is worth sharing."""
+    ids = torch.randint(3, VOCAB, (37,), generator=torch.Generator().manual_seed(1)).tolist()
+    return [ids[:24], ids[:20] + ids[24:], ids[7:16]]
 
 
 def generated(model: Any, prompt: list[int]) -> list[int]:
@@ -281,19 +329,70 @@ def disturbed(model: Any) -> Any:
     return draft
 
 
+@dataclass
+class PartlyRight(Drafter):
+    """Proposes what the target will say, with a wrong token now and then: every number of accepted tokens comes up.
+
+    texts: prompts with what follows them
+    """
+
+    texts: list[list[int]]
+    name = "partly-right"
+
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        return [Draft(self._after([*r.tokens, r.last])[: min(5, r.n_max)]) for r in requests]
+
+    def _after(self, start: list[int]) -> list[int]:
+        text = next((text for text in self.texts if text[: len(start)] == start), start)
+        return [3 if (n + text[1]) % 5 == 0 else text[n] for n in range(len(start), len(text))]
+
+
+class Watched(DraftModel):
+    """A draft model that notes its drafts: (text, draft) each."""
+
+    def __init__(self, n_max: int):
+        super().__init__(n_max=n_max)
+        self.seen: list[tuple[list[int], list[int]]] = []
+
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        drafts = super().draft(requests)
+        for request, draft in zip(requests, drafts, strict=True):
+            self.seen.append(([*request.tokens, request.last], torch.as_tensor(draft.tokens).tolist()))
+        return drafts
+
+    def is_right(self, model: Any) -> bool:
+        """True if every draft is what the model says by itself, without any cache."""
+        for text, drafted in self.seen:
+            with torch.no_grad():
+                logits = model(input_ids=torch.tensor([text + drafted]), use_cache=False).logits[0]
+            if logits[len(text) - 1 : -1].argmax(-1).tolist() != drafted:
+                return False
+        return bool(self.seen)
+
+
 def differing(decoder: SpeculativeDecoder, wanted: list[list[int]], quick: bool) -> Iterator[str]:
-    """In what specdec's texts are not `wanted`: names of the ways of decoding."""
-    chain, tree = DraftModel(n_max=4), DraftModel(tree=[2, 2, 1])
-    if decoder.target.tree_fault is not None:
+    """In what specdec's texts are not `wanted`: names of the ways of decoding.
+
+    Three prompts take turns in two slots.
+    """
+    assert decoder.draft is not None
+    chain, tree, given = Watched(4), DraftModel(tree=[2, 2, 1]), prompts()
+    right = PartlyRight([prompt + text for prompt, text in zip(given, wanted, strict=True)])
+    if decoder.target.tree_fault is not None and decoder.target.recurrence is None:
         yield "no trees"
-        tree = chain
-    ways: dict[str, list[Any]] = {"tree": [tree]} if quick else {"tree": [tree], "plain": [], "chain": [chain]}
+    ways: dict[str, list[Any]] = {"chain": [chain]}
+    if decoder.target.tree_fault is None:
+        ways["tree"] = [tree]
+    if not quick:
+        ways |= {"plain": [], "partly right": [right]}
     for name, strategies in ways.items():
-        if decoder.generate(prompts(), NEW_TOKENS, strategies=strategies).token_ids != wanted:
+        if decoder.generate(given, NEW_TOKENS, strategies=strategies, batch_size=2).token_ids != wanted:
             yield name
-    for n, prompt in enumerate([] if quick else prompts()[::-1]):  # the second call finds what the first has kept
-        kept = decoder.generate(prompt, NEW_TOKENS, strategies=[chain], keep_state=True)
-        if kept.token_ids != [wanted[1 - n]]:
+    if not chain.is_right(decoder.draft.model):
+        yield "as a draft"
+    for n in () if quick else (1, 0):  # the second call finds what the first has kept
+        kept = decoder.generate(given[n], NEW_TOKENS, strategies=[chain], keep_state=True)
+        if kept.token_ids != [wanted[n]]:
             yield "keep_state"
 
 
@@ -310,7 +409,7 @@ def main() -> None:
     print(", ".join(f"{count} {outcome}" for outcome, count in counts.items()))
     if options.out is not None:
         made = {"date": date.today().isoformat(), "versions": versions()}
-        write_json(options.out, {**made, "rows": [asdict(row) for row in rows]})
+        write_json(options.out, {**made, "families": FAMILIES, "rows": [asdict(row) for row in rows]})
     sys.exit(1 if counts["wrong"] else 0)
 
 

@@ -286,16 +286,24 @@ def formula_block(result: Result) -> str:
 
 
 def models_block(result: Result) -> str:
-    """Say what became of every model type."""
-    rows = result["rows"]
+    """Say what became of the families that papers use, and of every model type."""
+    rows, families = result["rows"], []
+    for family, members in result["families"].items():
+        found = [
+            [f"`{r['model_type']}`" for r in rows if r["model_type"] in members and r["outcome"] == o]
+            for o in ("equal", "refused")
+        ]
+        families.append([family, *(", ".join(names) or "-" for names in found)])
     kinds = {
         kind: [row for row in rows if row["outcome"] == kind] for kind in ("equal", "wrong", "refused", "not built")
     }
     head = (
         f"{made_with(result, 'scripts/sweep_models.py')} Of {len(rows)} types, tiny and with random weights, "
-        f"{len(kinds['equal'])} give the greedy text of `model.generate` in float32 (plain, with chains and with "
-        f"trees, with shared and with kept beginnings), {len(kinds['refused'])} are refused, {len(kinds['wrong'])} are "
-        f"wrong, and {len(kinds['not built'])} cannot be built at this size."
+        f"{len(kinds['equal'])} give the greedy text of `model.generate` in float32 as a target (rows of different "
+        "lengths, past every window; plain, with chains, with trees but for recurrent layers, with drafts that are "
+        "right in part, with shared and with kept beginnings) and propose as a draft what they say by themselves, "
+        f"{len(kinds['refused'])} are refused, {len(kinds['wrong'])} are wrong, and {len(kinds['not built'])} cannot "
+        "be built at this size."
     )
     table = []
     for kind, found in kinds.items():
@@ -303,7 +311,8 @@ def models_block(result: Result) -> str:
         for reason in sorted(reasons, key=lambda r: -reasons[r]):
             types = ", ".join(f"`{row['model_type']}`" for row in found if _general(row) == reason)
             table.append([f"{kind}: {reason}" if reason else kind, types])
-    return f"{head}\n\n{markdown(('what becomes of it', 'types'), table)}"
+    chosen = markdown(("family", "works as target and as draft", "refused"), families)
+    return f"{head}\n\n{chosen}\n\n{markdown(('what becomes of it', 'types'), table)}"
 
 
 def _general(row: Result) -> str:

@@ -126,8 +126,12 @@ def test_a_recurrent_draft_proposes_what_it_says_alone_beside_an_attention_targe
     watched = SWEEP.Watched(4)
     prompts = [random_ids(n, n, SWEEP.VOCAB) for n in (7, 12, 1)]
     out = SpeculativeDecoder(target, draft, check=False).generate(prompts, 10, strategies=[watched], batch_size=2)
-    assert out.token_ids == [oracle_greedy(target, prompt, 10) for prompt in prompts]
+    wanted = [oracle_greedy(target, prompt, 10) for prompt in prompts]
+    assert out.token_ids == wanted
     assert watched.is_right(draft)
+    ahead = DraftModel(n_max=4, overlap=True)  # would draft on before the verdict, which a state cannot take back
+    out = SpeculativeDecoder(target, draft, check=False).generate(prompts[0], 10, strategies=[ahead])
+    assert out.token_ids == wanted[:1]
 
 
 @pytest.mark.parametrize(

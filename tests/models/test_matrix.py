@@ -1,7 +1,8 @@
-"""Kinds of models that once went wrong, against `model.generate`: plain, chains, trees, shared and kept beginnings."""
+"""Every type of model that people bring, tiny, against `model.generate`, as target and as draft."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict
 
 import pytest
@@ -29,13 +30,42 @@ def test_uneven_layers_give_the_texts_of_generate(kind: str) -> None:
     assert SWEEP.try_type(kind, quick=True) == Found(kind, EQUAL)
 
 
+TENSORS = re.compile(r"tensor|\bsizes?\b|\bshapes?\b|dimension", re.IGNORECASE)  # no words of a user's
+# Types that papers use and that cannot be done, by the word that says why.
+MISSING = {
+    "falcon:alibi": "ALiBi", "llama:dynamic": "dynamic RoPE", "nemotron_h": "time step", "zamba2": "time step",
+    **dict.fromkeys(("minimax", "recurrent_gemma", "rwkv", "xlstm"), "place of its own"),
+}  # fmt: skip
+
+
+@pytest.mark.fast(3)
+@pytest.mark.parametrize("kind", sorted({kind for kinds in SWEEP.FAMILIES.values() for kind in kinds}))
+def test_types_that_papers_use_are_equal_or_say_what_is_missing(kind: str) -> None:
+    found = SWEEP.try_type(kind)
+    if kind in MISSING:
+        assert found.outcome == REFUSED
+        assert MISSING[kind] in found.reason
+        assert not TENSORS.search(found.reason)
+    else:
+        assert found == Found(kind, EQUAL)
+
+
 @pytest.mark.parametrize(
-    ("kind", "why"), [("deepseek_v32", "keys and values"), ("zaya", "recurrent"), ("roberta", "encoder")]
+    ("kind", "why"),
+    [
+        ("deepseek_v32", "keys and values"),
+        ("zaya", "recurrent"),
+        ("zamba2", "time step"),
+        ("roberta", "encoder"),
+        ("openai-gpt", "takes no cache"),
+        ("doge", "masks and position_ids"),
+    ],
 )
 def test_what_cannot_work_is_refused_in_words(kind: str, why: str) -> None:
     found = SWEEP.try_type(kind)
     assert found.outcome == REFUSED
     assert why in found.reason
+    assert not TENSORS.search(found.reason)
 
 
 def test_the_table_holds_every_outcome() -> None:
@@ -46,9 +76,11 @@ def test_the_table_holds_every_outcome() -> None:
         Found("d", NOT_BUILT, "ValueError: no"),
     ]
     versions = {"transformers": "5", "torch": "2", "specdec": "0"}
-    result = {"date": "today", "versions": versions, "rows": [asdict(row) for row in rows]}
+    rows_of = [asdict(row) for row in rows]
+    result = {"date": "today", "versions": versions, "families": {"few": ["a", "b"]}, "rows": rows_of}
     block = load_script("write_results").models_block(result)
     assert "Of 4 types" in block
+    assert "| few | `a` | `b` |" in block
     assert "| refused: it takes no cache | `b`, `c` |" in block
     assert "| not built: ValueError: no | `d` |" in block
 
@@ -59,3 +91,4 @@ def test_every_type_is_equal_or_refused_in_words() -> None:
         assert found.outcome in (EQUAL, REFUSED, NOT_BUILT), found
         if found.outcome == REFUSED:
             assert found.reason.startswith("target ("), found
+            assert not TENSORS.search(found.reason), found
