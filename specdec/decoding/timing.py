@@ -149,7 +149,7 @@ def measure_passes(
     times: dict[Cell, list[float]] = {}
     with decoder.working(), ExitStack() as stack:
         decoder.refresh()
-        begun = time.perf_counter()
+        begun, recorded = time.perf_counter(), any(r.graphs is not None for r in decoder._runners().values())
         passes = [Passes(decoder, batch, contexts, _longest(widths)) for batch in batches]
         for of_batch in passes:  # closed in reverse, the smallest batch last: its cache is the one that stays
             stack.callback(of_batch.close)
@@ -157,9 +157,11 @@ def measure_passes(
             if turn > 1 and time.perf_counter() - begun > limit:
                 break
             progress(f"turn {turn} of {repeats}")
-            for context, of_batch in product(contexts, passes):
-                for cell, seconds in of_batch.turn(context, widths).items():
-                    if turn:  # the first one warms up: there passes are recorded and compiled
+            # The first turn warms up: passes are recorded and compiled, or else one allocates the caches.
+            whole = turn > 0 or recorded
+            for context, of_batch in product(contexts if whole else contexts[:1], passes):
+                for cell, seconds in of_batch.turn(context, widths if whole else widths[:1]).items():
+                    if turn:
                         times.setdefault(cell, []).append(seconds)
     return {cell: statistics.median(seconds) for cell, seconds in times.items()}
 
@@ -202,21 +204,24 @@ def _adding(function: Callable[..., Any], total: list[float]) -> Callable[..., A
 def measure_costs(
     decoder: SpeculativeDecoder,
     batches: Sequence[int] = (1,),
-    contexts: Sequence[int] = CONTEXTS,
+    contexts: Sequence[int] | None = None,
     widths: Sequence[int] = WIDTHS,
     repeats: int = 3,
     progress: Callable[[str], None] = lambda what: None,
 ) -> CostTable:
     """Time this machine for `generate(..., costs=...)`: passes of greedy calls, medians over `repeats` turns.
 
-    Takes about LIMIT seconds, or two turns if these take longer; where passes are recorded or compiled, that too.
+    Takes about LIMIT seconds, or a turn if that takes longer; where passes are recorded or compiled, that too.
 
     batches: rows, ascending from 1
-    contexts: tokens of the text; longer than the models allow counts as the longest that leaves room for a pass
+    contexts: tokens of the text; longer than the models allow counts as the longest that leaves room for a pass. None =
+        CONTEXTS, or the shortest of them alone where passes are compiled: each takes a compilation and the same time
     widths: tokens per row and pass, ascending from 1
     Raises SpecdecError for other axes, and if no context is left.
     """
     check_axes(batches, (1,), widths)
+    if contexts is None:
+        contexts = CONTEXTS[: 1 if decoder.target.compiled is not None else None]
     check_sequence("contexts", contexts)
     for context in contexts:
         check_whole("costs: contexts", context, 1)

@@ -27,6 +27,7 @@ Table = tuple[tuple[tuple[float, ...], ...], ...]
 WIDTHS = (1, 2, 3, 5, 9, 13, 17)
 CONTEXTS = (128, 1024)
 MANY = 4  # tokens
+SMALL = 1 << 23  # weights of a layer and its share of the head: all products are sums where rows are one or two
 AROUND = 5e-5  # seconds that chain and engine take around a call
 SOURCES = ("nominal", "measured")
 CALL_SECONDS = 5e-5 + AROUND  # per row, of a strategy that was not timed
@@ -188,6 +189,7 @@ class _Machine:
     layer: seconds of a layer in addition
     launch: a layer's least seconds, because the host starts its kernels one by one
     repeat: part of the weights that passes of MANY tokens and more read again, by another kernel
+    product: seconds of a layer in addition whose products are sums in passes of few tokens (small_matmul_pass.py)
     """
 
     bandwidth: float
@@ -195,6 +197,7 @@ class _Machine:
     layer: float
     launch: float = 0.0
     repeat: float = 0.0
+    product: float = 0.0
 
     def seconds(self, runner: Runner, tokens: Sequence[int]) -> tuple[float, ...]:
         """Return seconds of passes of `tokens`: every weight is read, and a token takes two operations per weight."""
@@ -203,12 +206,14 @@ class _Machine:
         tied = head is None or weight_of(head) is table
         weights = [(p.numel(), p.element_size()) for p in runner.model.parameters() if tied or p is not table]
         layers = int(getattr(runner.config, "num_hidden_layers", 1))
+        product = self.product * (sum(n for n, _ in weights) < layers * SMALL)
         reading = sum(n * size for n, size in weights) / self.bandwidth
         each = 2.0 * sum(n for n, _ in weights) / self.arithmetic
 
         def one(n: int) -> float:
             read = reading * (1.0 + self.repeat * (n >= MANY))
-            return max(layers * self.launch, layers * self.layer + read + each * n)
+            layer = self.layer + product * (n >= MANY - 1)
+            return max(layers * self.launch, layers * layer + read + each * n)
 
         return tuple(one(n) for n in tokens)
 
@@ -216,12 +221,13 @@ class _Machine:
 # Fitted to SmolLM2-135M in float32 on two cores (44, 65 and 88 ms for 1, 5 and 9 tokens; on another machine 90, 167 and
 # 205, with 98 for 3 and 165 for 4), and to Llamas in bfloat16 on an H100. 8B: 23-24 ms eagerly; 9.1, 9.9 and 10.3 ms
 # for 1, 8 and 16 tokens from recorded kernels; 7.4 and 7.6 for 1 and 8, compiled. 1B: 2.6 recorded, 1.8 compiled. Draft
-# steps of a compiled 135M model took about 0.8 ms on an H200 (450 tokens a second at 4.1 a round of 5, plain 202),
-# nearly all of it for the kernels of its 30 layers.
+# steps of a compiled 135M model took 0.8 ms on an H200, nearly all of it for the kernels of its 30 layers, and 1.1 ms
+# for 8 rows, whose products are no sums. A compiled 6.4B target took 4.66 ms for 8 tokens there and 4.97 for 64, since
+# reading the weights hides their arithmetic.
 _CPU = _Machine(bandwidth=17e9, arithmetic=60e9, layer=2.5e-4, repeat=0.3)
 _EAGER = _Machine(bandwidth=2.2e12, arithmetic=150e12, layer=8e-5, launch=7.2e-4)
 _RECORDED = _Machine(bandwidth=2.2e12, arithmetic=150e12, layer=8e-5)
-_COMPILED = _Machine(bandwidth=2.2e12, arithmetic=400e12, layer=2.5e-5)
+_COMPILED = _Machine(bandwidth=2.2e12, arithmetic=1500e12, layer=2.5e-5, product=9e-6)
 _ROUND, _RECORDED_ROUND = 1.5e-3, 3e-4
 
 

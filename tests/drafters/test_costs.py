@@ -116,7 +116,10 @@ def shaped(mode: str, **sizes: int) -> Any:
 
 
 def test_nominal_costs_of_a_gpu_are_those_that_were_measured_there() -> None:
-    """8B on an H100, by recorded kernels and compiled, and draft steps of 135M on an H200, in ms."""
+    """8B on an H100, by recorded kernels and compiled, and draft steps of 135M on an H200, in ms.
+
+    There a pass of 8 rows of 8 tokens took 1.07 of one row's.
+    """
     large = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256}
     small = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "vocab_size": 49152}
     for mode, known in (("off", {1: 23.5}), ("graph", {1: 9.1, 8: 9.9, 16: 10.3}), ("max", {1: 7.4, 8: 7.6})):
@@ -124,6 +127,9 @@ def test_nominal_costs_of_a_gpu_are_those_that_were_measured_there() -> None:
         for width, ms in known.items():
             assert 1e3 * table.seconds("target", 1, 0, width) == pytest.approx(ms, rel=0.15)
         assert 1e3 * table.seconds("draft", 1, 0, 1) == pytest.approx(0.8, rel=0.25)
+        assert 1e3 * table.seconds("draft", 8, 0, 1) == pytest.approx(1.1, rel=0.15)
+        if mode == "max":
+            assert table.seconds("target", 8, 0, 8) / table.seconds("target", 1, 0, 8) == pytest.approx(1.07, rel=0.05)
         assert table.round == (1.5e-3 if mode == "off" else 3e-4)
 
 
@@ -140,7 +146,7 @@ def test_nominal_costs_of_a_real_model_are_those_of_two_cores(smollm2_folder: Pa
     "axes",
     [
         {"widths": ()}, {"widths": (1, 1)}, {"batches": (2, 1)}, {"batches": (0,)}, {"batches": 1}, {"contexts": 16},
-        {"contexts": None}, {"contexts": ()}, {"contexts": (0,)}, {"repeats": 0}, {"repeats": 1.5}, {"widths": "12"},
+        {"contexts": ()}, {"contexts": (0,)}, {"repeats": 0}, {"repeats": 1.5}, {"widths": "12"},
     ],
 )  # fmt: skip
 def test_nothing_is_measured_for_a_table_that_cannot_be(axes: dict[str, Any]) -> None:

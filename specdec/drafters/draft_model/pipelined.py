@@ -36,6 +36,7 @@ from specdec.sampling.texts import Known
 # Columns of `AheadInputs.table`: ids of a row whose draft is being verified, the key of its random numbers, tokens of
 # that draft.
 SIZE, STREAM, DRAFTED = range(3)
+COLUMNS = 16  # shorter drafts are padded, so that all lengths share one compilation
 
 
 class AheadKey(NamedTuple):
@@ -133,7 +134,8 @@ def go_ahead(
     inputs = AheadInputs(array_on(host, core.runner.device), judged, accepted, token, known)
 
     def function(given: AheadInputs) -> Proposal:
-        table = core.runner.part(_caught_up)(given.table, given.draft, given.accepted, given.token, steps.first.width)
+        draft = F.pad(given.draft, (0, max(0, COLUMNS - given.draft.shape[1])))
+        table = core.runner.part(_caught_up)(given.table, draft, given.accepted, given.token, steps.first.width)
         return core.steps(steps, sampling, StepInputs(table, given.text()), requests)
 
     proposal = core.runner.run(core.cache, AheadKey(steps), inputs, function)
