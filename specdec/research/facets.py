@@ -14,7 +14,7 @@ from specdec.research.bench_results import BenchResults
 from specdec.research.bootstrap import Interval
 from specdec.research.colours import looks
 from specdec.research.results import Results, chain_of
-from specdec.research.results_table import IN_WORDS, named
+from specdec.research.results_table import in_words, named
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -57,8 +57,8 @@ def facets(
             at = [(r[x] if numbers else places.index(r[x])) + shift(i, len(colours), step) for r in own]
             points = zip(at, (r[figure] for r in own), strict=True)
             error_bars(place, points, str(value), *look[i], linestyle="-" if numbers else "none", capsize=3)
-        place.set_xlabel(IN_WORDS.get(x, x))
-        place.set_ylabel(IN_WORDS.get(figure, figure.replace("_", " ")))
+        place.set_xlabel(in_words(x))
+        place.set_ylabel(in_words(figure))
         place.set_title("" if title is None else f"{panel} = {title}", fontsize=10)
         place.grid(alpha=0.25)
         place.set_xticks(places if numbers else range(len(places)), [str(p) for p in places])

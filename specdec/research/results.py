@@ -28,6 +28,7 @@ from specdec.research.ablation.summary import (
     check_baseline,
     compare_settings,
     conversation,
+    counterpart,
     setting_figures,
 )
 from specdec.research.ablation.table import AS_THEY_ARE, REFERENCE, TIMES, Row, as_rows, figures, with_plain
@@ -142,14 +143,15 @@ class Results:
         return ResultTable(names, _ordered(found, names), "; ".join([INTERVALS, *_warnings(sound, names)]))
 
     def against(self, baseline: str) -> ResultTable:
-        """Paired differences of every setting that drafts and one of them, on the prompts and seeds that both have."""
+        """Paired differences of every setting that drafts and one of them, on the prompts and seeds that both have: of
+        the baseline with the setting's own temperature and other sampling (`summary.counterpart`)."""
         groups = by_setting(self.rows)
         check_baseline(check_name("against", baseline), groups)
         made = []
         for name, group in groups.items():
-            if name != baseline and group[0]["drafts"]:
-                entry = compare_settings(name, group, baseline, groups[baseline])
-                made.append(_difference_row(entry))
+            other = counterpart(group[0], baseline, groups) if group[0]["drafts"] else None
+            if other not in (None, name):
+                made.append(_difference_row(compare_settings(name, group, other, groups[other])))
         return ResultTable(("setting", "against"), made)
 
     def to_pandas(self) -> Any:

@@ -108,7 +108,7 @@ class ResultTable:
         return tables.Table(self.intervals, self._heads(shown), rows)
 
     def _heads(self, shown: Sequence[str]) -> list[str]:
-        return [IN_WORDS.get(n, n.replace("_", " ")) for n in (*self.names, *shown)]
+        return [in_words(n) for n in (*self.names, *shown)]
 
     def _chosen(self, figures: Sequence[str] | None, digits: int) -> list[str]:
         if isinstance(digits, bool) or not isinstance(digits, int) or not 0 <= digits <= MOST_DIGITS:
@@ -142,6 +142,15 @@ class ResultTable:
         head = "".join(f"<th>{escape(h)}</th>" for h in shown.heads)
         body = "".join(f"<tr>{''.join(f'<td>{escape(c)}</td>' for c in row)}</tr>" for row in shown.rows)
         return f"<table><tr>{head}</tr>{body}</table>"
+
+
+def in_words(name: str) -> str:
+    """A column's name in tables; of a figure's difference and its p also."""
+    for ending in ("_difference", "_least_p", "_p"):
+        figure = name.removesuffix(ending)
+        if figure in IN_WORDS and figure != name:
+            return f"{IN_WORDS[figure]}: {ending[1:].replace('_', ' ')}"
+    return IN_WORDS.get(name, name.replace("_", " "))
 
 
 def named(what: str, names: Sequence[Any]) -> tuple[str, ...]:

@@ -100,14 +100,21 @@ def test_settings_are_compared_with_the_first_of_their_temperature_or_with_a_nam
     for n in range(8):
         for temperature in (0.0, 0.7):
             rows += [
-                row(f"{name} T={temperature:g}", f"p{n}", records, temperature=temperature)
+                row(f"{name} T={temperature:g}", f"p{n}", records, temperature=temperature, strategies=name)
                 for name, records in (("a", K1), ("b", K2))
             ]
     summary = summarise(rows)
     pairs = [(c["setting"], c["against"]) for c in summary["comparisons"]]
     assert pairs == [("b T=0", "a T=0"), ("b T=0.7", "a T=0.7")]
     named = summarise(rows, "b T=0")["comparisons"]
-    assert [(c["setting"], c["against"]) for c in named] == [(n, "b T=0") for n in ("a T=0", "a T=0.7", "b T=0.7")]
+    assert [(c["setting"], c["against"]) for c in named] == [("a T=0", "b T=0"), ("a T=0.7", "b T=0.7")]
+    assert [(r["setting"], r["against"]) for r in Results(rows).against("b T=0")] == [
+        (c["setting"], c["against"]) for c in named
+    ]
+    alone = [r for r in rows if r["setting"] != "b T=0.7"]
+    assert [c["setting"] for c in summarise(alone, "b T=0")["comparisons"]] == ["a T=0"], "no pair for the other one"
+    penalised = [{**r, "repetition_penalty": 1.0 if r["strategies"] == "a" else 1.2} for r in rows]
+    assert summarise(penalised, "b T=0")["comparisons"] == []
     assert named[0]["least_p"] == 2 / 2**8 == named[0]["tokens_per_round"]["p"]
     assert "with 8 prompts no p is below 0.0078" in comparison_table(summary).title
     with pytest.raises(SpecdecError, match="unknown setting 'b T=1'"):

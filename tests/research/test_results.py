@@ -157,6 +157,7 @@ def test_a_named_baseline_pairs_the_settings_and_says_the_least_p(rows: list[Any
     difference = value(table, "tokens_per_round_difference", setting="draft k=1")
     assert difference == pytest.approx(12 / 8 - 12 / 11)
     assert value(table, "least_p", setting="draft k=1") == least_p(3) == 2 / 2**3
+    assert table.text_table().heads[3:5] == ["tokens/round: difference", "tokens/round: p"]
 
 
 @pytest.mark.parametrize("n", [2, 5, 13])

@@ -2,8 +2,8 @@
 
 A setting is a cell without its seed. Speed-ups are paired with plain decoding of the same prompts and seeds; `speedup`
 is of whole calls, `decode_speedup` without their prefill, which is what theory predicts. The comparison of settings is
-paired as well, against a baseline: the first setting of the same pair and temperature that drafts, or a named
-one.
+paired as well, against a baseline: the first setting of the same pair and sampling that drafts, or a named one with
+their own sampling.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 from specdec import theory
 from specdec.errors import unknown_name
+from specdec.research.ablation.axes import GENERATION, LOADING, SHORTHANDS
 from specdec.research.ablation.table import REFERENCE, Row
 from specdec.research.bootstrap import Interval, difference, least_p, ratio, ratio_of_ratios, sign_flip_test
 from specdec.research.loops import is_looped, without_loops
@@ -29,6 +30,13 @@ FIGURES = {
 }
 OF_ROWS = ("tokens_per_second", "loop_share", "distance")  # which no part of a row has
 COMPARED = ("tokens_per_round", "conditional_acceptance_rate", "tokens_per_second")  # of two settings
+# Options of a call that leave the distribution of texts as it is, or that rows of one comparison may differ in.
+_OTHERS = (
+    "acceptance", "seed", "exact", "batch_size", "keep_state", "verify_width", "order", "draft_length", "length_policy",
+    "costs", "output_logprobs", "shard",
+)  # fmt: skip
+SAMPLING = ("target", "target_revision", *(name for name in GENERATION if name not in _OTHERS))
+ASKED = ("pair", "strategies", *SHORTHANDS, *LOADING, *GENERATION)
 Clusters = dict[Any, Row]
 SUMMED = (
     "generated_tokens", "rounds", "accepted_tokens", "tested_tokens", "draft_tokens", "drafted_rounds",
@@ -40,8 +48,9 @@ SUMMED = (
 def summarise(rows: Sequence[Row], baseline: str | None = None, drop_loops: bool = False) -> dict[str, Any]:
     """Plain data for JSON: `settings` in the order of the grid, `categories`, `comparisons`, `gate`, `errors`.
 
-    baseline: the setting that the others are compared with; None = the first one of their pair and temperature that
-        drafts. Raises SpecdecError for one that is not there.
+    baseline: the setting that the others are compared with, each with the one that has its temperature and other
+        sampling (`counterpart`); None = the first one of their pair and sampling that drafts. Raises SpecdecError for
+        one that is not there.
     drop_loops: leave looped texts out of all figures; the gate and the errors are of all rows.
     """
     checked = {"rows": len(rows), "baseline": baseline, "errors": _errors(rows), "gate": gate(rows)}
@@ -224,15 +233,38 @@ def check_baseline(baseline: str | None, settings: Iterable[str]) -> None:
         raise unknown_name("setting", baseline, known)
 
 
+def counterpart(row: Row, baseline: str, groups: Mapping[str, Sequence[Row]]) -> str | None:
+    """The setting that is the baseline with this row's target, temperature and other sampling; None if there is none.
+    Texts of other distributions are no pairs."""
+    wanted = _sampling(row), _place(groups[baseline][0])
+    found = [name for name, (head, *_) in groups.items() if (_sampling(head), _place(head)) == wanted]
+    return baseline if baseline in found else next(iter(found), None)
+
+
+def _sampling(row: Row) -> frozenset[tuple[str, str]]:
+    """What decides the distribution of a row's text, prompt apart."""
+    return frozenset((name, repr(value)) for name, value in row.items() if name in SAMPLING)
+
+
+def _place(row: Row) -> frozenset[tuple[str, str]]:
+    """What else was asked for: pair, chain, its parameters, loading and other options."""
+    asked = (name for name in row if (name in ASKED or "." in name) and name not in (*SAMPLING, "seed"))
+    return frozenset((name, repr(row[name])) for name in asked)
+
+
 def _comparisons(groups: Mapping[str, Sequence[Row]], baseline: str | None) -> list[dict[str, Any]]:
-    """Every drafting setting against the baseline, on the same prompts and seeds."""
+    """Every drafting setting against the baseline of its sampling, on the same prompts and seeds."""
     first: dict[Any, str] = {}
+    base: str | None
     made = []
     for name, group in groups.items():
         if not group[0]["drafts"]:
             continue
-        base = baseline or first.setdefault((group[0]["pair"], group[0].get("temperature")), name)
-        if base != name:
+        if baseline is None:
+            base = first.setdefault((group[0]["pair"], _sampling(group[0])), name)
+        else:
+            base = counterpart(group[0], baseline, groups)
+        if base not in (None, name):
             made.append(compare_settings(name, group, base, groups[base]))
     return made
 

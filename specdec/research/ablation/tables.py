@@ -7,7 +7,7 @@ from typing import Any
 
 from specdec.research.ablation.summary import COMPARED
 from specdec.research.bench.tables import Table, figure, interval
-from specdec.research.results_table import IN_WORDS
+from specdec.research.results_table import IN_WORDS, in_words
 from specdec.stats import PER_TESTED, RATES
 
 LOOP_HEADS = (IN_WORDS["loop_share"], f"{PER_TESTED} without loops")
@@ -94,7 +94,7 @@ def comparison_table(summary: Mapping[str, Any]) -> Table:
     """Paired differences of the settings that draft; the title says what p cannot fall below."""
     heads = ["setting", "against"]
     for name in COMPARED:
-        heads += [f"{IN_WORDS[name]}: difference", "p"]
+        heads += [in_words(f"{name}_difference"), in_words(f"{name}_p")]
     rows = []
     for entry in summary["comparisons"]:
         cells = [entry["setting"], entry["against"]]
