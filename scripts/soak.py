@@ -332,9 +332,14 @@ class Tiny(PreTrainedModel, GenerationMixin):
         return self.head
 
     def forward(
-        self, input_ids: Tensor, position_ids: Any = None, attention_mask: Any = None, past_key_values: Any = None,
-        logits_to_keep: int = 0, **_: Any,
-    ) -> CausalLMOutputWithPast:  # fmt: skip
+        self,
+        input_ids: Tensor,
+        position_ids: Any = None,
+        attention_mask: Any = None,
+        past_key_values: Any = None,
+        logits_to_keep: int = 0,
+        **_: Any,
+    ) -> CausalLMOutputWithPast:
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1])[None]
         states = self.embed(input_ids) + self.places(position_ids)  # [B, S, H]

@@ -145,9 +145,14 @@ class SpeculativeDecoder:
     # -- public calls --------------------------------------------------------------------------------------------
 
     def generate(
-        self, prompts: Any = UNSET, max_new_tokens: int = 128, strategies: Any = UNSET, *,
-        progress: Callable[[float], Any] | None = None, **options: Any,
-    ) -> Generation:  # fmt: skip
+        self,
+        prompts: Any = UNSET,
+        max_new_tokens: int = 128,
+        strategies: Any = UNSET,
+        *,
+        progress: Callable[[float], Any] | None = None,
+        **options: Any,
+    ) -> Generation:
         """Generate for one prompt or many. Options: `specdec.GenerationSettings`, field by field, and every processor
         field of transformers' GenerationConfig by its own name.
 
@@ -184,9 +189,7 @@ class SpeculativeDecoder:
         call.record = True
         return Steps(self._each_round(call), self._lock)
 
-    def live(
-        self, slots: int = 8, capacity: int | None = None, strategies: Any = UNSET, **options: Any
-    ) -> LiveCall:  # fmt: skip
+    def live(self, slots: int = 8, capacity: int | None = None, strategies: Any = UNSET, **options: Any) -> LiveCall:
         """Open a call whose prompts come while it runs (decoding/live.py), with room for `slots` rows at a time.
 
         capacity: most tokens of a row, prompt and output together; None: the target's context

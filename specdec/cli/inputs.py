@@ -74,7 +74,7 @@ def make_run(
 
 def with_options(
     base: RunConfig, options: Mapping[str, Any], strategies: str | None, translate: bool = False
-) -> RunConfig:  # fmt: skip
+) -> RunConfig:
     """The same for a run that needs no prompts. Raises SpecdecError."""
     from specdec.decoding.validation import check_chain, check_generation, check_loading
 

@@ -64,9 +64,7 @@ def record_run(
         raise KeyboardInterrupt(f"{interrupted} of {len(trace.rows)} rows are cut; what was recorded is in {out}")
 
 
-def _record(
-    run: RunConfig, prompts: Sequence[Prompt], form: tuple[bool | None, int | None], top: int
-) -> Trace:  # fmt: skip
+def _record(run: RunConfig, prompts: Sequence[Prompt], form: tuple[bool | None, int | None], top: int) -> Trace:
     """form: --chat and --longest."""
     from specdec.decoding.prompts import chat_rows
     from specdec.research.demo import load_decoder

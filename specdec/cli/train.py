@@ -45,9 +45,13 @@ def draft(
 
 @app.command("exit")
 def exit_(
-    config: Config, out: Out = None, device: Device = None, answers: Part = None, search: Search = False,
+    config: Config,
+    out: Out = None,
+    device: Device = None,
+    answers: Part = None,
+    search: Search = False,
     as_json: AsJson = False,
-) -> None:  # fmt: skip
+) -> None:
     """Train an adapter for early-exit; it is in the folder `adapter` of the run."""
     if search:
         _search(config, {"out": out, "device": device}, as_json)

@@ -57,9 +57,14 @@ class LiveCall:
         return self.call.engine.verifier.passes
 
     def add(
-        self, prompt: Sequence[int], seed: int, index: int = 0, max_new_tokens: int | None = None,
-        stop_strings: Sequence[str] = (), ignore_eos: bool = False,
-    ) -> Row:  # fmt: skip
+        self,
+        prompt: Sequence[int],
+        seed: int,
+        index: int = 0,
+        max_new_tokens: int | None = None,
+        stop_strings: Sequence[str] = (),
+        ignore_eos: bool = False,
+    ) -> Row:
         """Queue a prompt; returns its row, which ends when its `finish_reason` is set.
 
         prompt: ids of the target's vocabulary

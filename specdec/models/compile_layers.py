@@ -63,9 +63,13 @@ class Compiler:
     """
 
     def __init__(
-        self, name: str, mode: str, backend: str = "inductor", parts: bool = True,
+        self,
+        name: str,
+        mode: str,
+        backend: str = "inductor",
+        parts: bool = True,
         give_up: Callable[[str], None] | None = None,
-    ):  # fmt: skip
+    ):
         self.name, self.mode, self.backend, self.parts, self.give_up = name, mode, backend, parts, give_up
         self.options: dict[str, Any] | None = None
         if mode == "max":
@@ -255,9 +259,13 @@ def _is_fixed_rotation(module: nn.Module) -> bool:
 
 
 def compiled_forward(
-    model: Any, config: Any, mode: str, backend: str = "inductor", parts: bool = True,
+    model: Any,
+    config: Any,
+    mode: str,
+    backend: str = "inductor",
+    parts: bool = True,
     give_up: Callable[[str], None] | None = None,
-) -> Forward:  # fmt: skip
+) -> Forward:
     """Make what runs in the model's place in compiled passes. mode: "inductor" or "max" (graphs.MODES)."""
     compiler = Compiler(type(model).__name__, mode, backend, parts, give_up)
     found = parts_of(model, int(getattr(config, "num_hidden_layers", 0)))
