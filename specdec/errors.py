@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-from specdec.files.habits import HINTS
+from specdec.files.habits import ALIASES, HINTS
 
 LONGEST = 1000  # characters of a message
 
@@ -37,7 +37,11 @@ def unknown_name(kind: str, name: object, known: Iterable[str]) -> SpecdecError:
     """Make the error for a name that does not exist: what it is called here if it is transformers', else the nearest
     one that does exist."""
     known, name = list(known), str(name)
-    if name in HINTS:
+    is_place = kind.startswith(("column", "dimension", "axis", "option of strategy"))  # and nothing that a call takes
+    alias = next((other for other in ALIASES.get(name, ()) if other in known), None)
+    if is_place and alias is not None:
+        return SpecdecError(f"there is no {kind} {name!r} here: write {alias!r}")
+    if name in HINTS and (kind == "axis" or not is_place):
         return SpecdecError(f"there is no {kind} {name!r} here: {HINTS[name]}")
     listed = ", ".join(known[:12]) + (", ..." if len(known) > 12 else "")
     return SpecdecError(f"unknown {kind} {name!r}{nearest(name, known) or f'; known: {listed}'}")

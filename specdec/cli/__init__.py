@@ -19,6 +19,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from specdec.errors import SpecdecError, unknown_name
+from specdec.files.habits import typed
 from specdec.files.own_code import search_folder
 from specdec.version import __version__
 
@@ -89,7 +90,9 @@ class Verbs(TyperGroup):
             status = INTERRUPTED
         except Exception as error:
             # Usage errors and aborts, by what they offer: typer has its own copies of click's classes in some releases.
-            if hasattr(error, "format_message"):
+            if hint := typed(str(getattr(error, "option_name", ""))):
+                status = _fail(f"there is no option {error.option_name} here: {hint}")  # type: ignore[attr-defined]
+            elif hasattr(error, "format_message"):
                 status = _fail(f"{error.format_message().rstrip('.')}; see specdec --help")
             elif type(error).__name__ == "Abort":
                 status = INTERRUPTED

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 _BEAMS = "beam search is not supported, since speculative decoding verifies one continuation a row"
 _ENCODER = "specdec runs decoder-only models"
 _PROMPTS = (
@@ -52,3 +54,34 @@ HINTS = {
     "encoder_repetition_penalty": f"it needs an encoder, and {_ENCODER}",
     "encoder_no_repeat_ngram_size": f"it needs an encoder, and {_ENCODER}",
 }
+# What columns and axes of tables, and options of strategies, have for the same: the first of these that is known there.
+ALIASES = {
+    "num_assistant_tokens": ("n_max", "k"),
+    "num_speculative_tokens": ("n_max", "k"),
+    "prompt_lookup_num_tokens": ("n_max", "k"),
+    "max_matching_ngram_size": ("ngram_max",),
+    "assistant_confidence_threshold": ("p_min",),
+    "do_sample": ("temperature",),
+    "assistant_model": ("draft",),
+    "model": ("target",),
+}
+# Where the command line has another option than Python.
+_TYPED = {
+    "model": "write --target MODEL",
+    "assistant_model": "write --draft MODEL",
+    "num_speculative_tokens": "write --strategies draft-model:n_max=5; without n_max the length is automatic",
+    "input_ids": "write --prompt TEXT or --prompt-file FILE",
+    "inputs": "write --prompt TEXT or --prompt-file FILE",
+    "max_length": "write --max-new-tokens N, which counts without the prompt",
+    "stream": "texts are printed when they are finished; decoder.stream(prompt) in Python yields pieces",
+}
+
+
+def typed(name: str) -> str | None:
+    """What to type in place of an option of transformers' name, with or without dashes; None where it is no habit."""
+    name = name.lstrip("-").replace("-", "_")
+    if name in _TYPED or name not in HINTS:
+        return _TYPED.get(name)
+    hint = re.sub(r'strategies=\["([^"]+)"\]', r"--strategies \1", HINTS[name])
+    hint = re.sub(r'\b(draft_length|keep_state|output_logprobs)="?(\w+)"?', r"--option \1=\2", hint)
+    return re.sub(r"\b(temperature|dtype)=([\w.]+)", r"--\1 \2", hint)

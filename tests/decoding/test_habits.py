@@ -12,16 +12,19 @@ import numpy as np
 import pytest
 import torch
 
-from specdec import SpecdecError, SpeculativeDecoder, load_pair
+from specdec import Results, SpecdecError, SpeculativeDecoder, load_pair
 from specdec.config import GenerationSettings, PairConfig, RunConfig, load_yaml
 from specdec.decoding.prompts import check_padding
 from specdec.drafters import make_drafters
-from specdec.files.habits import HINTS
+from specdec.files.habits import HINTS, typed
+from specdec.research.ablation import plots
 from specdec.research.ablation.config import AblationConfig
 from specdec.research.prompts.datasets import Prompt, load_prompts
 from specdec.research.traces.trace import record
 from tests.cli.test_cli import refused
 from tests.helpers.tiny import tiny_model
+from tests.research.test_plots import K1, PLAIN
+from tests.research.test_plots import row as table_row
 
 CALLS: list[Callable[..., Any]] = [
     SpeculativeDecoder.generate, SpeculativeDecoder.stream, SpeculativeDecoder.rounds, record,
@@ -46,6 +49,31 @@ def test_each_habit_says_what_to_write(name: str, decoder: SpeculativeDecoder) -
         assert f"there is no generation option {name!r} here: " in found
         assert HINTS[name] in found
     assert name not in {*GenerationSettings.__dataclass_fields__, *PairConfig.__dataclass_fields__}
+
+
+def test_tables_axes_and_strategies_say_what_is_there(decoder: SpeculativeDecoder) -> None:
+    rows = [table_row("plain", "a", PLAIN), table_row("d", "a", K1, k=1, temperature=0.0)]
+    for name, here in {
+        "num_assistant_tokens": "k",
+        "prompt_lookup_num_tokens": "k",
+        "do_sample": "temperature",
+    }.items():
+        ending = f"{name!r} here: write {here!r}"
+        assert message(plots.acceptance_by_position, rows, where={name: 1}).endswith(ending)
+        for ask in (Results(rows).by, lambda n: Results(rows).where({n: 1})):
+            assert message(ask, name).endswith(ending)
+        assert f"write {here!r}" in message(AblationConfig, {"p": {"target": "t"}}, axes={name: [1]})
+    assert "write 'ngram_max'" in message(make_drafters, ["prompt-lookup:max_matching_ngram_size=2"], False)
+    assert "strategies=" not in message(plots.acceptance_by_position, rows, where={"max_matching_ngram_size": 2})
+
+
+def test_every_habit_has_a_form_for_the_command_line() -> None:
+    for name in HINTS:
+        hint = typed(f"--{name.replace('_', '-')}")
+        assert hint is not None
+        assert not {"strategies=", "temperature="} & set(re.findall(r"\w+=", hint))
+    assert typed("--past-key-values").startswith("--option keep_state=True")
+    assert typed("--temperature") is typed("") is None
 
 
 def test_what_a_hint_writes_is_taken() -> None:
