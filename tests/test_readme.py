@@ -10,6 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from specdec.cli import app
+from specdec.research.ablation.table import write_table
+from tests.research.test_plots import K2, PLAIN, row
 
 ROOT = Path(__file__).resolve().parents[1]
 SHORT = {"demo": ("--max-new-tokens", "8", "--repeats", "1"), "generate": ("--max-new-tokens", "8")}
@@ -20,14 +22,24 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
 
 
-def test_the_python_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
-    """With shorter texts, in the README's order and in one namespace."""
+def test_the_python_examples_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With shorter texts, in the README's order and in one namespace; a small table is in the paper's place."""
     scope: dict[str, object] = {}
+    monkeypatch.chdir(tmp_path)
+    asked = {"k": 8, "temperature": 0.7}
+    rows = [row(*made, **asked) for p in ("a", "b") for made in (("plain", p, PLAIN), ("draft", p, K2))]
+    (tmp_path / "runs" / "paper").mkdir(parents=True)
+    write_table(rows, tmp_path / "runs" / "paper" / "table.parquet")
     for block in blocks("python"):
         code = block.replace("max_new_tokens=128", "max_new_tokens=16")
         code = re.sub(r'("def fibonacci\(n\):", strategies=.*|seed=1)\)', r"\1, max_new_tokens=8)", code)
         exec(compile(code, "README.md", "exec"), scope)
-    assert "Round(" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "Round(" in said
+    assert r"\toprule" in said
+    assert (tmp_path / "figure.pdf").stat().st_size > 1000
 
 
 @pytest.mark.full

@@ -157,6 +157,10 @@ def print_summary(console: Console, summary: Mapping[str, Any]) -> None:
     if summary.get("baseline") is not None and summary["comparisons"]:
         console.print(output.rendered(comparison_table(summary), whole_names=False))
     print_gate(console, summary["gate"])
+    if missing := summary.get("missing"):
+        all_rows = missing + summary["rows"]
+        line = f"{missing} of {all_rows} rows are missing: settings may differ in the prompts that their figures are of"
+        console.print(line, style="yellow", soft_wrap=True)
     if loops := loop_warning(summary):
         console.print(loops, style="yellow", soft_wrap=True)
     output.print_context(console, summary.get("context_rows", 0), summary["rows"])

@@ -15,9 +15,11 @@ from typing import Any
 import pyarrow.parquet
 import pytest
 from transformers import AutoTokenizer
+from typer.testing import CliRunner
 
 import specdec
 from specdec import SpeculativeDecoder
+from specdec.cli import app
 from specdec.config import PairConfig, dump_yaml
 from specdec.decoding.provenance import hash_ids
 from specdec.errors import SpecdecError
@@ -342,6 +344,8 @@ def test_a_merge_waits_for_the_other_shards(pair: dict[str, str], tmp_path: Path
     partial = merge(tmp_path, partial=True)
     assert partial is not None
     assert partial["missing"] == 18
+    said = CliRunner().invoke(app, ["ablate", "merge", str(tmp_path), "--partial"]).output
+    assert f"18 of {ROWS} rows are missing" in said
     assert run_ablation(grid(pair), tmp_path, "0/1").rows == 18
     assert build_table(tmp_path)[1] == 0
 
