@@ -5,7 +5,8 @@
     python scripts/soak.py --case 4711            one request of the first again, alone; with --fuzz 1 of the second
 
 A case follows from its seed alone. It has prompts of any length, a chain of strategies, a rule, a temperature, stops,
-a batch size, processors, and perhaps a generator that is closed before its end. Its texts are compared with
+a batch size and processors; it is a call, a generator that may be closed before its end, or a live call. Its texts are
+compared with
 
     reference   specdec/reference.py: without a cache, one row at a time
     plain       the engine without drafts, where the rule promises plain decoding's text
@@ -87,7 +88,7 @@ class Space:
 @dataclass(frozen=True)
 class Case:
     """A request. options: of `generate`; closed: a generator is closed after so many steps; too_long: the first prompt
-    does not fit into the context."""
+    does not fit into the context; live: prompts come, and rows are cancelled, while the call runs."""
 
     seed: int
     prompts: list[list[int]]
@@ -95,6 +96,7 @@ class Case:
     options: dict[str, Any]
     closed: int | None = None
     too_long: bool = False
+    live: bool = False
 
     @property
     def is_plain_sampling(self) -> bool:
@@ -135,7 +137,8 @@ def make_case(seed: int, space: Space) -> Case:
     too_long = dice.random() < 0.02
     if too_long:
         prompts[0] = _cut(dice, space, space.context + 1)
-    return Case(seed, prompts, chain, options, closed, too_long)
+    live = not (closed or too_long or {"keep_state", "draft_length"} & set(options)) and dice.random() < 0.2
+    return Case(seed, prompts, chain, options, closed, too_long, live)
 
 
 def _cut(dice: random.Random, space: Space, n: int) -> list[int]:
@@ -206,8 +209,11 @@ def check(subject: Subject, case: Case) -> tuple[str, int]:
     chain = subject.drafters(case, plain)
     if case.closed is not None:
         return kind, _check_closed(subject, case, chain, wanted[0])
-    found = generated(subject, case, chain)
+    found = (live if case.live else generated)(subject, case, chain)
     for row, (got, want) in enumerate(zip(found, wanted, strict=True)):
+        if got[1] == "interrupted":
+            assert got[0] == want[0][: len(got[0])], f"row {row}, cancelled, is {got[0]}, {kind}: {want[0]}"
+            continue
         differs = [(a, b) for a, b in zip(got, want, strict=True) if b is not None and a != b]
         assert not differs, f"row {row} is {differs[0][0]!r}, {kind}: {differs[0][1]!r}"
         _check_end(case, *got[:2])
@@ -260,6 +266,23 @@ def generated(subject: Subject, case: Case, chain: Sequence[Any], alone: bool = 
         out = subject.decoder.generate(case.prompts[part], strategies=list(chain), **options)
         rows += zip(out.token_ids, out.finish_reasons, out.texts or [None] * len(out), strict=True)
     return rows
+
+
+def live(subject: Subject, case: Case, chain: Sequence[Any]) -> list[Row]:
+    """Rows of a call to which prompts come at any time, and in which some are cancelled: `interrupted`."""
+    dice, rows = random.Random(case.seed), list[Any]()
+    waiting = list(zip(case.prompts, case.options["seed"], strict=True))
+    options = {name: value for name, value in case.options.items() if name not in ("seed", "batch_size")}
+    with subject.decoder.live(case.options["batch_size"], strategies=list(chain), **options) as call:
+        while waiting or call.rows:
+            while waiting and dice.random() < 0.5:
+                prompt, seed = waiting.pop()
+                rows.insert(0, call.add(prompt, seed))
+            if call.rows and dice.random() < 0.05:
+                call.cancel(dice.choice(call.rows))
+            call.step()
+    texts = [row.text() for row in rows] if subject.decoder.tokenizer is not None else [None] * len(rows)
+    return [(list(row.output), row.finish_reason, text) for row, text in zip(rows, texts, strict=True)]
 
 
 def _check_closed(subject: Subject, case: Case, chain: Sequence[Any], want: Row) -> int:
@@ -385,6 +408,7 @@ class Tally:
 
     cases: int = 0
     closed: int = 0
+    live: int = 0
     rows: int = 0
     tokens: int = 0
     compared: Counter[str] = field(default_factory=Counter)
@@ -398,6 +422,7 @@ class Tally:
         self.cases += 1
         self.rows += len(case.prompts)
         self.closed += case.closed is not None
+        self.live += case.live
         try:
             kind, tokens = check(subject, case)
         except Exception as error:
@@ -421,7 +446,7 @@ class Tally:
         return {"samples": len(found), **{k: round(float(v), 2) for k, v in made.items()}, "growth": last / first - 1}
 
     def to_dict(self) -> dict[str, Any]:
-        counts = {name: getattr(self, name) for name in ("cases", "closed", "rows", "tokens")}
+        counts = {name: getattr(self, name) for name in ("cases", "closed", "live", "rows", "tokens")}
         counters = {n: dict(sorted(getattr(self, n).items())) for n in ("compared", "rules", "strategies")}
         return {**counts, **counters, "faults": self.faults}
 
