@@ -6,6 +6,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from specdec.decoding.result import Generation, Round
 from specdec.device.ambient import Steps, pinned
 from specdec.device.graphs import check_compile
 from specdec.device.host_read import HostReader
+from specdec.device.memory import explaining, size
 from specdec.device.ranks import Ranks
 from specdec.drafters import make_drafters, tree_makers
 from specdec.drafters.chain import Chain, upstream_order
@@ -97,7 +99,15 @@ class SpeculativeDecoder:
         if check:
             for role, runner in self._runners().items():
                 if rounds_activations(runner.model) is None:  # a draft that rounds them has other passes, and may
-                    self_test(runner, role)
+                    with explaining(runner.device, partial(self._self_test_would_fit, role)):
+                        self_test(runner, role)
+
+    def _self_test_would_fit(self, role: str, asked: int | None, free: int | None) -> str:
+        weights = sum(model.weight_bytes for model in self.report.models)
+        return (
+            f"this was in the self-test of the {role}; weights take {size(weights)}. What takes less: a smaller model, "
+            "or weights of fewer bits"
+        )
 
     @classmethod
     @pinned()

@@ -21,6 +21,7 @@ from specdec.decoding.validation import naming_processors
 from specdec.decoding.verification import Verifier
 from specdec.decoding.verify_pass import Wanted
 from specdec.device.ambient import Steps
+from specdec.device.memory import explaining, is_out_of_memory, size
 from specdec.drafters.base import DraftContext
 from specdec.drafters.chain import build_chain
 from specdec.drafters.costs import as_costs, costs_for
@@ -58,6 +59,7 @@ class Call:
         self.decoder, self.drafters, self.record, self.top = decoder, drafters, False, 0
         self.facts = {role: runner.facts for role, runner in decoder._runners().items()}
         self.states: dict[str, ModelState] = {}  # of the models when the call began, if anything is kept
+        self.phase = "the beginning of the call"  # in which memory ran out
         self.changed: list[str] = []  # roles whose kept keys and values were dropped
         self.rule = find_rule(settings.acceptance)
         self.exact = decoder.resolve_exact(settings.exact, drafters)
@@ -135,9 +137,35 @@ class Call:
         )
 
     def __enter__(self) -> Call:
-        with self.decoder.working():
+        with self.decoder.working(), explaining(self.decoder.target.device, self._what_would_fit):
             self._begin()
         return self
+
+    def _drop(self) -> None:
+        """Let go of everything that the call has allocated."""
+        self.phase = self.engine.clock.entered
+        self.engine.chain.close()
+        for runner in self.decoder._runners().values():
+            runner.pool.idle = None
+        del self.engine
+
+    def _what_would_fit(self, asked: int | None, free: int | None) -> str:
+        """What takes the memory of a call, and what to do where it did not suffice. asked, free: bytes, if known."""
+        rows, tokens, models = self.batch, self.capacity, self.decoder.report.models
+        kept = sum(model.kv_bytes(rows, tokens) for model in models)
+        needed = kept + (asked or 0)
+        share = free / needed if free is not None and free < needed else 0.5  # else it is scattered
+        ways = [f"batch_size={max(1, int(rows * share))}"] if rows > 1 else []
+        if int(tokens * share) > 1:
+            ways.append(f"{int(tokens * share)} tokens a row, prompt and max_new_tokens together")
+        if any(runner.graphs is not None for runner in self.decoder._runners().values()):
+            ways.append('compile="off"')
+        ways.append("weights of fewer bits")
+        weights = size(sum(model.weight_bytes for model in models))
+        return (
+            f"this was in {self.phase}; weights take {weights}, keys and values of {rows} rows of {tokens} tokens "
+            f"{size(kept)}. What takes less: {', or '.join(ways)}"
+        )
 
     def run(self) -> Iterator[list[Round]]:
         """Run `Engine.run` for callers that do other things between its steps."""
@@ -229,6 +257,12 @@ class Call:
         self.engine = Engine(verifier, chain, self.rows, kept)
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if not hasattr(self, "engine"):  # it was dropped
+            return
+        if is_out_of_memory(error):
+            with explaining(self.decoder.target.device, self._what_would_fit):
+                self._drop()
+                raise error
         self.seconds = time.perf_counter() - self.started
         decoder, engine = self.decoder, self.engine
         keep = self.settings.keep_state and kind is None

@@ -18,6 +18,7 @@ from typing import Any
 from specdec.config import UNSET, as_list
 from specdec.decoding.call import Call
 from specdec.decoding.row import Row
+from specdec.device.memory import is_out_of_memory
 from specdec.errors import SpecdecError
 from specdec.sampling.constraints import PrefixProcessor
 from specdec.sampling.sampling import row_key
@@ -40,7 +41,8 @@ class LiveCall:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self.close()
+        with self.call.decoder.working():
+            self.call.__exit__(*error)
 
     @property
     def slots(self) -> int:
@@ -94,9 +96,14 @@ class LiveCall:
 
         Raises what a pass raises; the call must then be closed.
         """
-        if self.rows and next(self.passes, None) is None:  # the loop had run out of rows before these came
-            self.passes = self.call.run()
-            next(self.passes, None)
+        try:
+            if self.rows and next(self.passes, None) is None:  # the loop had run out of rows before these came
+                self.passes = self.call.run()
+                next(self.passes, None)
+        except (RuntimeError, MemoryError) as error:
+            if is_out_of_memory(error):
+                self.__exit__(type(error), error, error.__traceback__)
+            raise
         self.rows[:] = [row for row in self.rows if row.finish_reason is None]
 
     def cancel(self, row: Row) -> None:
@@ -107,8 +114,7 @@ class LiveCall:
 
     def close(self) -> None:
         """End the call and give its memory back. Rows that have not ended stay as they are."""
-        with self.call.decoder.working():
-            self.call.__exit__(None, None, None)
+        self.__exit__(None, None, None)
 
 
 OF_ROWS = ("seed", "num_return_sequences", "batch_size", "keep_state", "shard")

@@ -32,12 +32,13 @@ class Clock:
         self.now: list[Span] = []  # this pass
         self.next: list[Span] = []  # started early
         self.past: list[Span] = []  # not added to `totals` yet
+        self.entered = ""  # the phase that began last
         self.spare: list[torch.cuda.Event] = []  # making an event takes longer than recording one
 
     @contextmanager
     def phase(self, name: str, early: bool = False) -> Iterator[None]:
         """Measure the block."""
-        start = self._mark()
+        self.entered, start = name, self._mark()
         yield
         (self.next if early else self.now).append(Span(name, start, self._mark()))
 

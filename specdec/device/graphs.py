@@ -31,6 +31,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 
 from specdec.device.buffers import Buffers
+from specdec.device.memory import forget, is_out_of_memory
 from specdec.device.ranks import Ranks
 from specdec.device.transfer import sync_allowed
 from specdec.errors import SpecdecError
@@ -43,6 +44,8 @@ MODES = ("off", "graph", "inductor", "max")
 LEAST_LAYERS, LEAST_PARAMETERS = 8, 50_000_000
 # A graph of a large model takes some megabytes outside its pool, and prompts of many lengths would make many.
 PREFILL_LIMIT = 64
+
+NO_ROOM = object()  # in place of a recording for which memory did not suffice
 
 log = logging.getLogger("specdec")
 _recording = threading.Lock()
@@ -199,6 +202,7 @@ class Graphs:
     captures: functions recorded so far
     seconds: time that took, warm-up and compilation included
     failures: kind of function -> why it is not recorded
+    no_room: recordings for which memory did not suffice
     busy: a recording is going on, so passes inside it just run
     """
 
@@ -207,6 +211,7 @@ class Graphs:
         self.captures = 0
         self.seconds = 0.0
         self.failures: dict[str, str] = {}
+        self.no_room = 0
         self.busy = False
 
     def run(
@@ -221,7 +226,7 @@ class Graphs:
         if self.busy or kind in self.failures:
             return compute(inputs)
         place = (kind, inputs.signature()), key
-        recorded: Recorded[I, R] | None = known.get(place)
+        recorded: Any = known.get(place)
         if recorded is None and is_prefill and (place not in known or _recorded_prefills(known) >= PREFILL_LIMIT):
             known[place] = None
             return compute(inputs)
@@ -234,9 +239,10 @@ class Graphs:
             if recorded is None:
                 return compute(inputs)
             known[place] = recorded
-        return recorded(inputs)
+        return compute(inputs) if recorded is NO_ROOM else recorded(inputs)
 
-    def _record(self, kind: str, inputs: I, compute: Callable[[I], R], is_prefill: bool) -> Recorded[I, R] | None:
+    def _record(self, kind: str, inputs: I, compute: Callable[[I], R], is_prefill: bool) -> Any:
+        """Record a function: `Recorded`, or NO_ROOM, or None if no function of its kind can be recorded."""
         fixed = inputs.copies()
 
         def run() -> R:
@@ -251,10 +257,24 @@ class Graphs:
         try:
             replay, result = self.recorder.record(run)
         except RuntimeError as error:
+            if is_out_of_memory(error):
+                self._say_no_room(error)
+                return NO_ROOM
             self._give_up(kind, str(error).strip().split("\n")[0])
             return None
         self.captures += 1
         return Recorded(fixed, replay, result, is_prefill)
+
+    def _say_no_room(self, error: RuntimeError) -> None:
+        """Memory did not suffice for a recording. With this cache the function runs eagerly; with a smaller one it is
+        recorded."""
+        self.no_room += 1
+        said = " ".join(str(error).split())
+        forget(error)
+        log.warning(
+            '%s: no memory is left to record a function, which runs eagerly (%s); a smaller batch or context leaves '
+            'some, and compile="off" records none', self.name, said,
+        )  # fmt: skip
 
     def _give_up(self, kind: str, reason: str) -> None:
         self.failures[kind] = reason
@@ -264,4 +284,4 @@ class Graphs:
 
 def _recorded_prefills(known: dict[Any, Any]) -> int:
     """Count the recorded passes of prefill."""
-    return sum(recorded is not None and recorded.is_prefill for recorded in known.values())
+    return sum(isinstance(found, Recorded) and found.is_prefill for found in known.values())

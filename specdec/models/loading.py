@@ -20,6 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from specdec.config import PairConfig, from_dict
 from specdec.demo_models import draft_path, target_path
 from specdec.device.ambient import pinned
+from specdec.device.memory import explaining, is_out_of_memory, size
 from specdec.errors import SpecdecError
 from specdec.files.texts import as_path, expanded, is_file, is_folder
 from specdec.models.attention import check_attention
@@ -247,15 +248,29 @@ class _Plan:
         return _tokenizer_of(self.source, self.common)
 
     def model(self) -> Any:
-        with loading(str(self.source), self._fault):
-            model, found = AutoModelForCausalLM.from_pretrained(
-                self.source.path, dtype=self.dtype or "auto", output_loading_info=True, **self.common, **self.extra
-            )
-        self._check_complete(found)
-        spread = self.extra.keys() & {"device_map", "distributed_config"}
-        if not spread and getattr(model, "hf_device_map", None) is None:
-            model = model.to(self.device)
-        return model.eval()
+        with explaining(self.device, self._what_would_fit):
+            with loading(str(self.source), self._fault):
+                model, found = AutoModelForCausalLM.from_pretrained(
+                    self.source.path, dtype=self.dtype or "auto", output_loading_info=True, **self.common, **self.extra
+                )
+            self._check_complete(found)
+            spread = self.extra.keys() & {"device_map", "distributed_config"}
+            if not spread and getattr(model, "hf_device_map", None) is None:
+                model = model.to(self.device)
+            return model.eval()
+
+    def _what_would_fit(self, asked: int | None, free: int | None) -> str:
+        """What to do where the weights did not."""
+        facts, prefix = self.facts, "" if self.facts.role == "target" else "draft_"
+        ways = [f"{prefix}quantization_config", "a smaller model"]
+        if self.dtype in (None, torch.float32):
+            ways.insert(0, f'{prefix}dtype="bfloat16", {size(2 * facts.parameters)}')
+        if self.device.type == "cuda":
+            ways.append('device_map="auto"' if not prefix else 'draft_device="cpu"')
+        return (
+            f"the weights of {facts.role} {facts.name} take {size(facts.weight_bytes)} in {facts.dtype}. "
+            f"What takes less: {', '.join(ways)}"
+        )
 
     def _fault(self, error: BaseException) -> str | None:
         found = self.source.fault("weights", error)
@@ -300,7 +315,7 @@ def loading(what: str, fault: Callable[[BaseException], str | None]) -> Iterator
         raise
     except BaseException as error:
         # A tokenizer that panics does not raise an Exception.
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        if is_out_of_memory(error) or (not isinstance(error, Exception) and type(error).__name__ != "PanicException"):
             raise
         raise SpecdecError(f"cannot load {what}: {fault(error) or said(error)}") from error
 

@@ -436,6 +436,8 @@ class Runner:
             made["reason"] = self.reason
         if self.compiled is not None:
             made["cache"] = compiled_before()
+        if self.graphs is not None and self.graphs.no_room:
+            made["no_room"] = self.graphs.no_room
         failures = list(self.failures.values())
         return {**made, "failure": failures[0]} if failures else made
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from specdec.device.ambient import pinned
+from specdec.device.memory import is_out_of_memory
 from specdec.device.transfer import to_device
 from specdec.errors import SpecdecError
 from specdec.files.texts import first_line
@@ -40,6 +41,8 @@ def self_test(runner: Runner, role: str) -> None:
     try:
         expected = test.plain()
     except Exception as error:  # anything that a model trips over in its own code
+        if is_out_of_memory(error):
+            raise
         raise SpecdecError(f"{kind} is not supported: {plain_cause(runner)} ({_said(error)})") from error
     if test.looks_ahead(expected):
         raise SpecdecError(f"{kind} is not supported: {cause(runner, test.first, expected[0], looks_ahead=True)}")
@@ -102,6 +105,8 @@ class _SelfTest:
         try:
             found = self._passes(tree, far)
         except Exception as error:
+            if is_out_of_memory(error):
+                raise
             return f"a pass over a cache with a length for each row fails ({_said(error)})"
         for row, position, logits in found:
             if not len(logits):
