@@ -79,6 +79,8 @@ class GenerationSettings:
     length_policy: how long drafts are, in place of draft_length: a name of docs/automatic_length.md, with options
         ("heuristic:start=3"), "my_module:Name", or a `specdec.LengthPolicy`.
     shard: "0/4" = only the first, fifth, ... prompt, with the tokens that they have in the whole call; None = all.
+    adapter, draft_adapter: names of PEFT adapters of the target and of the draft; None = none, UNSET = as the models
+        are set.
     processors: other GenerationConfig fields by name.
     """
 
@@ -109,6 +111,8 @@ class GenerationSettings:
     length_policy: Any = None
     costs: Any = None
     shard: str | None = None
+    adapter: Any = UNSET
+    draft_adapter: Any = UNSET
     processors: Mapping[str, Any] = field(default_factory=dict)
 
     @staticmethod
@@ -233,6 +237,7 @@ class PairConfig:
     device: None = CUDA if there is one, else CPU.
     dtype: None = the checkpoint's on a GPU (a draft's: half precision), float32 on a CPU.
     device_map, quantization_config, revision, trust_remote_code: as transformers' `from_pretrained` takes them.
+    adapters, draft_adapters: folders of PEFT adapters by name; calls choose them (`adapter=`), none is active before.
     tp_plan: "auto" = spread the target over torchrun's processes (docs/parallel.md).
     attn_implementation: None = specdec's own, or sdpa / eager.
     """
@@ -250,6 +255,8 @@ class PairConfig:
     draft_revision: str | None = None
     quantization_config: Any = None
     draft_quantization_config: Any = None
+    adapters: Any = None
+    draft_adapters: Any = None
     trust_remote_code: bool = False
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from specdec.config import GenerationSettings, PairConfig, RunConfig, dump_yaml, load_yaml
+from specdec.config import UNSET, GenerationSettings, PairConfig, RunConfig, dump_yaml, load_yaml
 from specdec.errors import SpecdecError
 from specdec.files.texts import parse_yaml
 from specdec.research.demo import DEMO, run_demo
@@ -30,11 +30,11 @@ def test_defaults_shown_as_comments_are_the_defaults() -> None:
     lines = [line.strip().removeprefix("# ") for line in DEMO_YAML.read_text(encoding="utf-8").splitlines()]
     for cls in (PairConfig, GenerationSettings):
         for f in fields(cls):
-            # eos_token_id is an example: its default, "not given", cannot be written down. The others are set.
+            # Those that are UNSET are examples: "not given" cannot be written down. The others are set.
             shown = [line for line in lines if line.startswith(f"{f.name}: ")]
-            if len(shown) != 1 or f.name in ("target", "draft", "max_new_tokens", "batch_size", "eos_token_id"):
-                continue
             default = "auto" if f.name == "exact" else f.default
+            if len(shown) != 1 or f.name in ("target", "draft", "max_new_tokens", "batch_size") or default is UNSET:
+                continue
             assert yaml.safe_load(shown[0])[f.name] == default, f.name
 
 

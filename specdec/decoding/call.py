@@ -29,6 +29,7 @@ from specdec.drafters.length import LengthController, automatic, unlimited
 from specdec.drafters.policies import LengthPolicy, PolicyLengths, draft_length, find_policy
 from specdec.errors import SpecdecError
 from specdec.files.own_code import code_hashes
+from specdec.models.adapters import Chosen, parse_choice
 from specdec.models.kv_cache import KeptRows
 from specdec.models.names import model_name
 from specdec.models.runner import Shapes
@@ -61,6 +62,7 @@ class Call:
         self.states: dict[str, ModelState] = {}  # of the models when the call began, if anything is kept
         self.phase = "the beginning of the call"  # in which memory ran out
         self.changed: list[str] = []  # roles whose kept keys and values were dropped
+        self.chosen = {role: self._parse_adapter(role, settings) for role in ("target", "draft")}
         self.rule = find_rule(settings.acceptance)
         self.exact = decoder.resolve_exact(settings.exact, drafters)
         self.settings = settings = replace(settings, seed=decoder.ranks.agreed(_fresh_seed(settings.seed)))
@@ -108,6 +110,20 @@ class Call:
         n = self.settings.num_return_sequences
         mine = [row for row in self.rows if shard.has(row.index // n)]
         self.rows, self.templates = mine, [self.templates[row.index] for row in mine]
+
+    def _parse_adapter(self, role: str, settings: GenerationSettings) -> Chosen:
+        runner = self.decoder._runners().get(role)
+        wanted = settings.adapter if role == "target" else settings.draft_adapter
+        if runner is not None:
+            return parse_choice(runner.model, wanted, role)
+        if wanted is not UNSET:
+            raise SpecdecError(f"draft_adapter={wanted!r} has no effect without a draft model")
+        return None
+
+    def _choose_adapters(self) -> None:
+        """Choose the call's adapters: another call may have chosen others meanwhile."""
+        for role, runner in self.decoder._runners().items():
+            runner.choose_adapters(self.chosen[role])
 
     def _by_row(self, processors: Sequence[Any]) -> list[Any]:
         """Wrap a user's processors that treat rows differently in `AllRows`."""
@@ -175,6 +191,7 @@ class Call:
         for found in self.engine.run():
             yield found
             self._check_models()
+            self._choose_adapters()
 
     def _check_models(self) -> None:
         """Raise SpecdecError if a model has changed form since the call was made: its caches would not fit."""
@@ -203,6 +220,7 @@ class Call:
         decoder, target = self.decoder, self.decoder.target
         decoder.refresh()  # a generator begins at its first step
         self._check_models()
+        self._choose_adapters()
         kept, previous = self._what_is_kept() if self.settings.keep_state else (None, {})
         trees = [d.tree_nodes + 1 for d in self.drafters if d.makes_trees]
         columns = max(self.settings.verify_width or 0, *trees, 0)
@@ -335,7 +353,7 @@ class Call:
             "dtypes": {role: str(r.dtype) for role, r in decoder._runners().items()},
             "models": {role: model_name(r.model) for role, r in decoder._runners().items()},
             "weights": {role: h.get() for role, h in decoder._hashes.items()},
-            "adapters": {role: adapters(r.model) for role, r in decoder._runners().items()},
+            "adapters": {role: adapters(r.view.model) for role, r in decoder._runners().items()},
             "dropped_state": self.changed,
             "prompts": [hash_ids(row.prompt) for row in self.rows],
             "chat_templates": self.templates,

@@ -33,6 +33,11 @@ class Fusion:
     def __len__(self) -> int:
         return len(self.products)
 
+    @property
+    def is_whole(self) -> bool:
+        """True while all weights are views of their products': none was replaced."""
+        return all(product.is_whole() for product in self.products)
+
     def install(self) -> None:
         """Fuse until `remove()`."""
         for product in self.products:
@@ -129,7 +134,7 @@ class _Product:
     def __call__(self, i: int, x: Tensor) -> Tensor:
         """Compute module i of x [..., in]."""
         layer = self.layers[i]
-        if torch.is_grad_enabled() or not self._whole():  # gradients belong to the layers' own parameters
+        if torch.is_grad_enabled() or not self.is_whole():  # gradients belong to the layers' own parameters
             return F.linear(x, layer.weight, layer.bias)
         if self.given is not x:
             self.given, self.parts = x, F.linear(x, self.weight, self.bias).split(self.sizes, dim=-1)
@@ -138,7 +143,7 @@ class _Product:
             self.given, self.parts = None, ()
         return found
 
-    def _whole(self) -> bool:
+    def is_whole(self) -> bool:
         """True if the layers' weights are still views of this product's."""
         if torch.compiler.is_compiling():  # graphs know the addresses: they are dropped when weights have moved
             return True

@@ -23,6 +23,7 @@ from specdec.device.ambient import pinned
 from specdec.device.memory import explaining, is_out_of_memory, size
 from specdec.errors import SpecdecError
 from specdec.files.texts import as_path, expanded, is_file, is_folder
+from specdec.models.adapters import load_adapter
 from specdec.models.attention import check_attention
 from specdec.models.checkpoint import (
     CONFIG,
@@ -200,6 +201,7 @@ class _Plan:
     dtype: Any
     extra: dict[str, Any]
     facts: ModelFacts
+    adapters: dict[str, Any]
 
     @staticmethod
     def make(pair: PairConfig, role: str) -> _Plan:
@@ -231,12 +233,14 @@ class _Plan:
         if quantization is not None:
             extra["quantization_config"] = quantization
         facts = ModelFacts.from_config(role, str(name), config, chosen, str(device))
-        return _Plan(source, common, config, device, chosen, extra, facts)
+        return _Plan(
+            source, common, config, device, chosen, extra, facts, dict(getattr(pair, prefix + "adapters") or {})
+        )
 
     @property
     def key(self) -> str:
         """Everything that the loaded model depends on."""
-        return repr((str(self.source), self.common, str(self.device), self.dtype, self.extra))
+        return repr((str(self.source), self.common, str(self.device), self.dtype, self.extra, self.adapters))
 
     def shared(self, shelf: MutableMapping[str, Any]) -> Any:
         """Return the model from the shelf; load it onto the shelf if it is missing."""
@@ -257,6 +261,9 @@ class _Plan:
             spread = self.extra.keys() & {"device_map", "distributed_config"}
             if not spread and getattr(model, "hf_device_map", None) is None:
                 model = model.to(self.device)
+            for name, folder in self.adapters.items():
+                with loading(f"adapter {name!r} from {folder}", lambda error: None):
+                    load_adapter(model, str(expanded(as_path(str(folder), "the adapter"))), name)
             return model.eval()
 
     def _what_would_fit(self, asked: int | None, free: int | None) -> str:

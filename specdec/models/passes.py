@@ -25,6 +25,7 @@ class PassKey(NamedTuple):
     region: slots of a tree; 0 = no tree
     skip: layers that are left out
     adapter: identity of the runner's adapter; 0 = none
+    chosen: adapters of PEFT; None: as the model is set
     """
 
     batch: int
@@ -36,6 +37,7 @@ class PassKey(NamedTuple):
     region: int = 0
     skip: tuple[int, ...] = ()
     adapter: int = 0
+    chosen: tuple[str, ...] | None = None
 
     @property
     def is_prefill(self) -> bool:

@@ -29,6 +29,7 @@ from specdec.device.ambient import pinned
 from specdec.device.graphs import Choice, CudaRecorder, Graphs, I, R, Recorder, choose_mode
 from specdec.device.transfer import to_device
 from specdec.errors import SpecdecError
+from specdec.models.adapters import Chosen, base_of
 from specdec.models.alibi import Alibi
 from specdec.models.attention import Mask, MaskBuilder, check_attention, fastest
 from specdec.models.compile_layers import CompiledFunction, Forward, compiled_before, compiled_forward
@@ -198,7 +199,8 @@ class Runner:
         step = KV_STEP if self.device.type == "cuda" or self.graphs is not None else 1
         coarse, recurrent = self.compiled is not None, self.recurrence is not None
         self.pool = CachePool(n_layers, step, coarse, recurrent)
-        accepted = inspect.signature(self.view.model.forward).parameters
+        taking = (self.view.model, base_of(self.view.model))
+        accepted = {name for model in taking for name in inspect.signature(model.forward).parameters}
         # transformers 5.24 renamed the argument; the old name still works there but warns.
         self.cache_argument = "cache" if "cache" in accepted else "past_key_values"
         self.can_trim_logits = "logits_to_keep" in accepted
@@ -227,6 +229,7 @@ class Runner:
             made = Runner(self.model, attention, mode, self.recorder, skip=skip, adapter=adapter)
             self.subsets[skip, adapter] = made
         made.refresh()
+        made.choose_adapters(self.view.chosen)
         return made
 
     def _leave_out(self, model: Any) -> None:
@@ -260,8 +263,17 @@ class Runner:
     def refresh(self) -> None:
         """Follow the caller's changes to the model: modules, attributes, vocabulary, dtype, device."""
         changed = self.view.refresh()
+        # A compiled pass would go on with the product of the weights that were there.
+        if not changed and self.fusion is not None and self.view.private and not self.fusion.is_whole:
+            self.view.renew()
+            changed = True
         if changed or self.measure() != self.facts:
             self._adopt()
+
+    def choose_adapters(self, chosen: Chosen) -> None:
+        """Choose adapters of PEFT for the passes that follow. Recordings of each choice are kept."""
+        if self.view.choose(chosen) and self.compiled is not None:
+            self._adopt()  # compiled code may have the old ones
 
     def step(
         self,
@@ -300,7 +312,7 @@ class Runner:
         kv_len, adapter = shapes.kv_len(reach, cache.capacity), 0 if self.adapter is None else id(self.adapter)
         if self.compiled is not None and not keep:  # prefill is not compiled
             kv_len = min(cache.capacity, compiled_slots(kv_len))
-        return PassKey(cache.batch, 0, width, kv_len, keep, region=region, skip=self.skip, adapter=adapter)
+        return PassKey(cache.batch, 0, width, kv_len, keep, None, region, self.skip, adapter, self.view.chosen)
 
     def forward(self, cache: RaggedCache, key: PassKey, inputs: PassInputs) -> PassResult:
         """Run a pass, replayed if possible."""

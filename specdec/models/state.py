@@ -32,7 +32,7 @@ class ModelState:
 
     def __init__(self, view: ModelView):
         found: list[Tensor] = []
-        self.values = (view.changes, *_values(view, found))
+        self.values = (view.changes, view.chosen, *_values(view, found))
         tensors = {id(part): part for t in (*_tensors(view.original), *found) for part in parts_of(t)}
         # While a weak reference lives, no other storage gets the address.
         self.storages = [_storage(t) for t in tensors.values()]

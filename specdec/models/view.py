@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch._dynamo.eval_frame import OptimizedModule
 
 from specdec.errors import SpecdecError
+from specdec.models.adapters import Chosen, switch
 from specdec.models.attention import AttentionSwitch
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
@@ -56,6 +57,7 @@ class ModelView:
 
     def __init__(self, original: nn.Module, implementation: str, prepare: Callable[[nn.Module], Any] | None = None):
         self.original, self.implementation, self.prepare = original, implementation, prepare
+        self.chosen: Chosen = None  # adapters
         self.builds = 0
         self.changes = 0  # builds that made earlier keys and values useless
         self._build()
@@ -74,10 +76,26 @@ class ModelView:
             self._attend(self.implementation)
             if self.prepare is not None:
                 self.prepare(self.model)
+            if self.chosen is not None:
+                switch(self.model, self.original, self.chosen)
         elif self.prepare is not None:
             raise SpecdecError(f"{type(self.original).__name__} cannot be copied, so no layer of it can be left out")
         else:
             self.model = self.original
+
+    def choose(self, chosen: Chosen) -> bool:
+        """Choose adapters for the passes that follow. Returns True if the choice is another."""
+        if chosen == self.chosen:
+            return False
+        if not self.private:
+            raise SpecdecError(f"{type(self.original).__name__} cannot be copied: set its adapter yourself")
+        self.chosen = chosen
+        switch(self.model, self.original, chosen)
+        return True
+
+    def renew(self) -> None:
+        """Make the view anew."""
+        self._build()
 
     def refresh(self) -> bool:
         """Follow changes of the original. Returns True if the view was made anew."""

@@ -19,7 +19,8 @@ class Event:
     def __init__(self, enable_timing: bool):
         assert enable_timing
 
-    def record(self) -> None:
+    def record(self, stream: str) -> None:
+        assert stream == "the stream of cuda:1"
         self.at = next(Event.numbers)
 
     def query(self) -> bool:
@@ -39,7 +40,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(Event, "reached", 0)
     monkeypatch.setattr(Event, "numbers", itertools.count(1))
-    return Clock(torch.device("cuda"))
+    # Not the current device's: another may be current than the model's.
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
+    return Clock(torch.device("cuda:1"))
 
 
 def test_settling_does_not_wait_for_work_that_goes_on_after_the_read(clock: Clock) -> None:

@@ -74,6 +74,22 @@ def test_fused_layers_share_one_compilation() -> None:
     assert counter.frame_count == 4
 
 
+def test_fused_products_follow_weights_that_were_replaced() -> None:
+    """A compiled pass knows the product and not the weights; without renewing it would go on with the old ones."""
+    model = tiny_model("llama")
+    runner = compiled(model, fuse=True)
+    passes(runner)
+    for layer in model.model.layers:
+        layer.self_attn.k_proj.weight = nn.Parameter(layer.self_attn.k_proj.weight.detach().flip(0))
+        layer.mlp.up_proj.weight.data = layer.mlp.up_proj.weight.data * 2
+    runner.refresh()
+    assert runner.fusion is not None
+    assert runner.fusion.is_whole
+    assert len(runner.fusion) == 6
+    for ours, theirs in zip(passes(runner), passes(Runner(copy.deepcopy(model))), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.fast(1)
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
 def test_hidden_states_are_the_models_and_cost_no_compilation(kind: str) -> None:
