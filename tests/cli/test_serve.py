@@ -149,6 +149,25 @@ def test_prompts_and_n_are_rows_of_one_call(worker: Any, decoder: SpeculativeDec
     assert [text_of(streamed, i) for i in range(6)] == want.texts
 
 
+def test_a_batch_is_as_wide_as_its_texts_need(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And all of them together have four slots at most."""
+    opened, live = [], SpeculativeDecoder.live
+
+    def recording(self: SpeculativeDecoder, slots: int, *arguments: Any, **options: Any) -> Any:
+        opened.append((slots, sum(batch.call.slots for batch in worker.batches)))
+        return live(self, slots, *arguments, **options)
+
+    monkeypatch.setattr(SpeculativeDecoder, "live", recording)
+    for n, wide in ((1, 1), (3, 4), (9, 4)):
+        opened.clear()
+        assert len(post(worker, COMPLETIONS, prompt=PROMPT, max_tokens=4, n=n)["choices"]) == n
+        assert opened == [(wide, 0)]
+    opened.clear()
+    post_all(worker, *((COMPLETIONS, {"prompt": PROMPT, "max_tokens": 6, "n": 3, "top_k": k}) for k in (1, 2, 3)))
+    assert len(opened) >= 3
+    assert all(slots + others <= 4 for slots, others in opened)
+
+
 def test_a_chat_goes_through_the_template(worker: Any, decoder: SpeculativeDecoder) -> None:
     messages = [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]
     body = {"messages": messages, "max_completion_tokens": 12, "seed": 0}

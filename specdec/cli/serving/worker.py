@@ -154,8 +154,8 @@ class Worker(threading.Thread):
             told = ApiError("the server has failed: its log says why", 500)
         for text in self._texts():
             self._fail(text, told)
-        for batch in self.batches:
-            batch.call.close()
+        for batch in list(self.batches):
+            self._close(batch)
 
     def turn(self) -> bool:
         """Take what has come, give slots to it, and run a pass of every batch. Returns False when all is done."""
@@ -166,6 +166,8 @@ class Worker(threading.Thread):
         self._place()
         for batch in list(self.batches):
             self._step(batch)
+        if not self.waiting:
+            self._close_idle()
         self._show()
         return True
 
@@ -242,11 +244,12 @@ class Worker(threading.Thread):
                 self._fail(text, as_api_error(error))
 
     def _with_room(self, key: tuple[Any, ...]) -> Batch | None:
-        alike = [batch for batch in self.batches if batch.key == key and batch.call.free > 0]
-        return max(alike, key=lambda batch: batch.call.slots, default=None)
+        alike = [b for b in self.batches if b.key == key and b.call.free > 0]
+        return max(alike, key=lambda b: b.call.slots, default=None)
 
     def _open(self, job: Job) -> Batch | None:
         """Open a call with as many slots as all texts of its settings need, to the next power of two."""
+        self._close_idle()
         free = self.slots - sum(batch.call.slots for batch in self.batches)
         if free == 0:
             return None
@@ -255,6 +258,15 @@ class Worker(threading.Thread):
         batch = Batch(job.key, self.decoder.live(slots, self.context, **job.settings))
         self.batches.append(batch)
         return batch
+
+    def _close_idle(self) -> None:
+        """Close batches without texts, whose slots others may need."""
+        for batch in [batch for batch in self.batches if not batch.texts]:
+            self._close(batch)
+
+    def _close(self, batch: Batch) -> None:
+        self.batches.remove(batch)
+        batch.call.close()
 
     def _start(self, text: TextInFlight, batch: Batch) -> None:
         job = text.job
@@ -282,10 +294,7 @@ class Worker(threading.Thread):
                 log.exception("a pass failed")
             for text in batch.texts:
                 self._fail(text, ApiError(f"decoding failed: {error}", 500))
-            batch.texts.clear()
-        if not batch.texts:
-            batch.call.close()
-            self.batches.remove(batch)
+            self._close(batch)
 
     def _tell(self, text: TextInFlight) -> bool:
         """Post what is new of a text. Returns True if it has ended."""
