@@ -232,9 +232,11 @@ def start_up(args: argparse.Namespace) -> dict[str, Any]:
     for i, (name, length) in enumerate(calls):
         before, begun = compilations(), time.perf_counter()
         out = dec.generate(
-            [[(i * 31 + j * 17) % 256 for j in range(min(length, longest))]], 8 if args.tiny else 24 + i % 9,
-            strategies=[] if name == "plain" else None, ignore_eos=True,
-        )  # fmt: skip
+            [[(i * 31 + j * 17) % 256 for j in range(min(length, longest))]],
+            8 if args.tiny else 24 + i % 9,
+            strategies=[] if name == "plain" else None,
+            ignore_eos=True,
+        )
         made = {"seconds": time.perf_counter() - begun, "compiled": compilations() - before, "tokens": length}
         if i < 2:
             found[name] = {**made, "compile": out.provenance["compile"]}

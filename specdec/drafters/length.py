@@ -221,7 +221,7 @@ class LengthController:
 
     def _best(
         self, index: int, rows: Sequence[DraftRequest], now: _Round | None = None, owed: float = 0.0
-    ) -> tuple[float, int, bool]:  # fmt: skip
+    ) -> tuple[float, int, bool]:
         """Return (tokens per second, the k that gives them, True if one token is worth a try) for a strategy.
 
         now: the round; None = the open one

@@ -252,9 +252,11 @@ class DraftCore:
 
         requests: the host's; they are looked at only where nothing is recorded
         """
-        numbers, runner = inputs.numbers, self.runner
+        runner, layout = self.runner, torch.contiguous_format
+        # Views of tables of other widths have other strides, for each of which code would be compiled anew.
+        numbers, fed = (given.clone(memory_format=layout) for given in (inputs.numbers, inputs.tokens))
         length, rows = numbers[at.STARTS] + numbers[at.COUNTS], torch.arange(self.batch, device=runner.device)
-        first = self.forward(key.first, PassInputs(inputs.tokens, numbers[: at.KEYS]))
+        first = self.forward(key.first, PassInputs(fed, numbers[: at.KEYS]))
         self.cache.begin_draft([r.row for r in requests])
         logits = first[rows, (numbers[at.COUNTS] - 1).clamp(min=0)]  # [B, V_draft]
         texts = None if sampling is None else sampling.drafted(inputs.known, numbers[at.POSITIONS], requests)
