@@ -13,8 +13,8 @@ from torch import Tensor
 
 from specdec import SpecdecError, SpeculativeDecoder
 from specdec.decoding.result import Generation
-from specdec.drafters import Draft, DraftModel, DraftRequest, Eagle3, PromptLookup, make_drafters
-from specdec.drafters.eagle3 import EagleHead, TreeSize, export, planned_tree
+from specdec.drafters import Draft, DraftModel, DraftRequest, Eagle3, PromptLookup, make_drafters, planned_tree
+from specdec.drafters.eagle3 import EagleHead, TreeSize, export
 from specdec.drafters.eagle3 import strategy as strategy_module
 from specdec.models.runner import Runner, Shapes
 from specdec.sampling.sampling import race

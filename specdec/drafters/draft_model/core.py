@@ -8,7 +8,6 @@ looks at a value, so where the runner replays passes the round is recorded as a 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -44,7 +43,6 @@ from specdec.drafters.draft_model.steps import (
 from specdec.models.kv_cache import KeptRows, RaggedCache, prefix_groups
 from specdec.models.passes import PassInputs, PassKey
 from specdec.models.runner import Runner, Shapes
-from specdec.models.trees import Tree, TreePass, depths_of, moves, parent_table
 from specdec.sampling.sampling import Purpose, best, race, streams
 from specdec.sampling.texts import Drafted
 
@@ -55,8 +53,8 @@ CATCH_UP = 16  # a longer gap is prefilled; a shorter one is fed by the first dr
 class DraftCore:
     """A model with its own ragged cache, which catches up with each row's text on demand.
 
-    Invariant: the first `length[row]` slots of a row hold the K/V of the first `length[row]` ids of its text, after the
-    moves for accepted paths of trees are made (`settle`).
+    Invariant: the first `length[row]` slots of a row hold the K/V of the first `length[row]` ids of its text. Nodes of
+    trees lie in the slots after them and are never kept: the next round feeds what was accepted.
 
     batch: rows
     capacity: most tokens of a row
@@ -86,8 +84,6 @@ class DraftCore:
         self.written = [0] * batch  # how much of `text` is known; accepted drafts are in the cache earlier
         self.outstanding: dict[int, int] = {}  # row -> draft tokens of the open round
         self.accepted: dict[int, int] = {}  # row -> accepted tokens of its last draft
-        self.fed: dict[int, set[int]] = {}  # row -> nodes of the open round's tree that are in the cache
-        self.moves: list[tuple[int, int, int]] = []
         self.source: Tensor | None = None  # [V]: the draft's id of each of the target's, -1 = none; None: the same
         self.passes = 0  # so far, without prefill
         self.levels: Mapping[int, float] = {}  # row -> threshold of a length policy
@@ -114,7 +110,6 @@ class DraftCore:
         self.settle()
         self.outstanding.pop(row, None)
         self.accepted.pop(row, None)
-        self.fed.pop(row, None)
         ids = as_array(prompt)[: self.capacity]
         self.runner.follow(self.cache, row, len(ids))
         self.length[row] = self.kept.copy_into(self.cache, row, ids) if self.kept else 0
@@ -134,17 +129,9 @@ class DraftCore:
         if drafted:
             self.length[row] = min(self.length[row] + min(n_accepted, drafted - 1), self.capacity)
 
-    def accept_path(self, row: int, nodes: Sequence[int]) -> None:
-        """Keep the accepted nodes of the row's tree, from the top. Only the last of them may not have been fed."""
-        fed = self.fed.pop(row, set())
-        kept = [node + 1 for node in nodes if node in fed]
-        self.moves += moves(row, kept, self.length[row] - 1)
-        self.length[row] += len(kept)
-
     def settle(self) -> None:
-        """Trim the rows: accepted paths of trees move to where a chain would have them, all rows at once."""
-        self.cache.rewind(dict(enumerate(self.length)), self.moves)
-        self.moves = []
+        """Trim the rows to their lengths."""
+        self.cache.rewind(dict(enumerate(self.length)))
 
     def feed(self, requests: Sequence[DraftRequest]) -> tuple[np.ndarray, list[int], list[int]]:
         """Return what each row's text has grown by: tokens [B, W], where they start, and how many there are.
@@ -180,7 +167,6 @@ class DraftCore:
         self.text[row, : total - 1] = as_array(request.tokens)
         self.text[row, total - 1] = request.last
         self.written[row] = total
-        self.fed.pop(row, None)
         return total
 
     def _groups(self, lengths: Mapping[int, int]) -> list[list[int]]:
@@ -211,17 +197,25 @@ class DraftCore:
         newest = to_device([max(c - 1, 0) for c in counts], device)
         return logits[torch.arange(self.batch, device=device), newest]
 
-    def propose(self, requests: Sequence[DraftRequest], k: int, stops: Stops, vocab_size: int) -> Proposal:
-        """Catch up and draft k tokens for the rows of `requests`; the other rows are padding."""
-        sampling = requests[0].sampling
+    def table(self, requests: Sequence[DraftRequest], levels: Mapping[int, int]) -> tuple[np.ndarray, int]:
+        """Return `StepInputs.table` of a round, [B, 5 + W], and the first slot after all rows' texts.
+
+        levels: row -> number of its column LEVELS
+        """
         tokens, starts, counts = self.feed(requests)
         host = np.zeros((self.batch, at.TOKENS + tokens.shape[1]), dtype=np.int64)
         host[:, at.STARTS], host[:, at.COUNTS], host[:, at.TOKENS :] = starts, counts, tokens
         for r in requests:
             host[r.row, at.KEYS], host[r.row, at.POSITIONS] = stream_of(r), r.known
-            host[r.row, at.LEVELS] = round(LEVEL_UNIT * self.levels.get(r.row, 0.0))
-        reach = max(s + c for s, c in zip(starts, counts, strict=True)) + k - 1 + self.feeds_last
-        key = self.key_of(sampling, tokens.shape[1], reach, k, stops, vocab_size)._replace(feeds_last=self.feeds_last)
+            host[r.row, at.LEVELS] = levels.get(r.row, 0)
+        return host, max(s + c for s, c in zip(starts, counts, strict=True))
+
+    def propose(self, requests: Sequence[DraftRequest], k: int, stops: Stops, vocab_size: int) -> Proposal:
+        """Catch up and draft k tokens for the rows of `requests`; the other rows are padding."""
+        sampling = requests[0].sampling
+        host, reach = self.table(requests, {row: round(LEVEL_UNIT * level) for row, level in self.levels.items()})
+        width, reach = host.shape[1] - at.TOKENS, reach + k - 1 + self.feeds_last
+        key = self.key_of(sampling, width, reach, k, stops, vocab_size)._replace(feeds_last=self.feeds_last)
         columns = key.first.kv_len if self.source is None else max(r.known for r in requests) + k
         known = None if sampling is None else sampling.known(columns, self.runner.device)
         inputs = StepInputs(array_on(host, self.runner.device), known)
@@ -344,46 +338,6 @@ class DraftCore:
         padded = F.pad(tokens[:, None], (0, width - 1))
         return self.runner.step(self.cache, self.shapes, padded, starts, counts).logits[:, 0]
 
-    def tree_step(self, tokens: Tensor, parents: Sequence[Sequence[int]], columns: Sequence[Sequence[int]]) -> Tensor:
-        """Feed nodes of each row's tree; returns logits [B, F, V_draft].
-
-        tokens [B, F]: their ids
-        parents: the trees so far, by row
-        columns: the columns that are fed, by row
-        """
-        width, region = self.shapes.width(tokens.shape[1]), self.shapes.width(1 + max(map(len, parents)))
-        starts = [n - 1 if fed else 0 for n, fed in zip(self.length, columns, strict=True)]
-        counts = [len(fed) for fed in columns]
-        host = np.zeros((self.batch, 2 + width), dtype=np.int64)
-        host[:, 0], host[:, 1] = starts, counts
-        for row, fed in enumerate(columns):
-            host[row, 2 : 2 + len(fed)] = fed
-            self.fed.setdefault(row, set()).update(column - 1 for column in fed)
-        table = array_on(np.concatenate([host, parent_table(parents, region)], axis=1), self.runner.device)
-        levels = max(max(depths_of(row), default=0) for row in parents)
-        tree = Tree.of(table[:, 2 + width :], levels, 1)
-        where = TreePass.of(tree, table[:, 0], table[:, 1], table[:, 2 : 2 + width])
-        padded = F.pad(tokens, (0, width - tokens.shape[1]))
-        self.passes += 1
-        logits = self.runner.step(self.cache, self.shapes, padded, starts, counts, tree=where).logits
-        return logits[:, : tokens.shape[1]]
-
-    def level_step(self, tokens: Tensor, where: TreePass, alive: Sequence[bool]) -> Tensor:
-        """Feed a level of trees whose shape is on the device; returns logits [B, F, V_draft].
-
-        tokens [B, F]: their ids
-        where: where they are, in slots after each row's newest token
-        alive: rows that take part
-        """
-        count = tokens.shape[1]
-        more = self.shapes.width(count) - count
-        starts = [n - 1 if is_alive else 0 for n, is_alive in zip(self.length, alive, strict=True)]
-        where = replace(where, offsets=F.pad(where.offsets, (0, more)), sees=F.pad(where.sees, (0, 0, 0, more)))
-        self.passes += 1
-        counts = [count * is_alive for is_alive in alive]
-        padded = F.pad(tokens, (0, more))
-        return self.runner.step(self.cache, self.shapes, padded, starts, counts, tree=where).logits[:, :count]
-
 
 class CoreDrafter(Drafter):
     """Base of strategies that draft with a `DraftCore`, in `_core`."""
@@ -396,9 +350,6 @@ class CoreDrafter(Drafter):
     def accept(self, row: int, n_accepted: int, is_other: bool) -> None:
         if not is_other:
             self._core.accept(row, n_accepted)
-
-    def accept_path(self, row: int, nodes: Sequence[int]) -> None:
-        self._core.accept_path(row, nodes)
 
     def cost(self) -> tuple[int, float]:
         return self._core.cost()  # type: ignore[no-any-return]

@@ -94,7 +94,8 @@ class StepsKey(NamedTuple):
 class StepInputs(Buffers):
     """What draft steps are given.
 
-    table [B, 5 + W]: STARTS ... POSITIONS (of the first drafted token), thresholds, and tokens to catch up with
+    table [B, 5 + W]: STARTS ... POSITIONS (of the first drafted token), LEVELS (thresholds of a chain, most levels of a
+        tree), and tokens to catch up with
     known: the rows' texts, for processors that read them
     """
 
@@ -105,6 +106,16 @@ class StepInputs(Buffers):
     def numbers(self) -> Tensor:
         """STARTS ... LEVELS, [5, B]."""
         return self.table[:, :TOKENS].T
+
+    @property
+    def keys(self) -> Tensor:
+        """Keys of the rows' random numbers, [B]."""
+        return self.table[:, KEYS]
+
+    @property
+    def positions(self) -> Tensor:
+        """Sequence positions of the first drafted tokens, [B]."""
+        return self.table[:, POSITIONS]
 
     @property
     def tokens(self) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 from specdec.config import check_number, check_switch, check_whole
 from specdec.drafters.base import Draft, DraftContext, DraftRequest, empty_like
 from specdec.drafters.best_tree import TreeSize
+from specdec.drafters.branching import Branching
 from specdec.drafters.draft_model.core import CoreDrafter, DraftCore
 from specdec.drafters.draft_model.intersection import IntersectingDrafter
 from specdec.drafters.draft_model.pipelined import (
@@ -30,8 +31,9 @@ from specdec.drafters.draft_model.pipelined import (
 )
 from specdec.drafters.draft_model.steps import Proposal, StopRule, Stops, check_steps
 from specdec.drafters.draft_model.translation import TranslatingDrafter
-from specdec.drafters.draft_model.tree import BestGrowth, Growth
-from specdec.drafters.tree_plan import parse_opt, parse_plan, plan_parents
+from specdec.drafters.draft_model.tree import TreeGrowth
+from specdec.drafters.planned_tree import PlanShape
+from specdec.drafters.tree_plan import parse_opt, parse_plan, plan_parents, upper_levels
 from specdec.errors import SpecdecError
 
 DEFAULTS: dict[str, Any] = {"n_max": 5, "n_min": 0, "p_min": 0.0, "p_split": 0.1, "top_n": None}
@@ -127,6 +129,22 @@ class DraftModel(CoreDrafter):
         """Size of the trees of best nodes: as deep as chains are, with EAGLE's width of a level."""
         return TreeSize(min(self._best, TreeSize.top_k), (self.n_max or 1) - 1, self._best)
 
+    @property
+    def depth(self) -> int:
+        """Most tokens of a chain, or levels of a tree."""
+        return len(self.tree) if self.tree is not None and not self._best else self.n_max or 0
+
+    def shape(self, nodes: int, depth: int) -> TreeSize | PlanShape | Branching:
+        """Return what trees of at most so many nodes and levels grow by."""
+        if self._best:
+            top_k, depth = min(self.best_size.top_k, self._context.vocab_size), min(self.best_size.depth, depth - 1)
+            return TreeSize(top_k, depth, min(self._best, nodes, top_k + depth * top_k**2))
+        if self.tree is not None:
+            return PlanShape.of(upper_levels(plan_parents(self.tree)[:nodes], depth))
+        stops = self._stops
+        nodes = min(nodes, self.branches * depth)
+        return Branching(self.branches, depth, nodes, self.p_split or 0.0, stops.p_min, stops.n_min, stops.top_n)
+
     def fresh(self, context: DraftContext) -> Any:
         if context.draft_runner is None:
             raise SpecdecError("strategy 'draft-model' needs a draft model: pass draft=... when the decoder is built")
@@ -136,7 +154,7 @@ class DraftModel(CoreDrafter):
         made._context = context
         before = context.previous.get(self.name)
         kept = before._core.keep() if isinstance(before, DraftModel) else None
-        spare = self.best_size.slots if self._best else context.nodes if self.makes_trees else 0
+        spare = sum(made.shape(context.nodes, self.depth).widths) if self.makes_trees else 0
         made._core = DraftCore(context.draft_runner, context.batch, context.capacity, kept, spare)
         made._proposal = made._ahead = None
         made._guesses = {"guesses": 0, "right": 0}
@@ -165,23 +183,21 @@ class DraftModel(CoreDrafter):
         return self._guesses if self.overlap else {}
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        depth = len(self.tree) if self.tree and not self._best else self.n_max or 0
-        limits = [self._core.room(r, depth) for r in requests]
+        limits = [self._core.room(r, self.depth) for r in requests]
         work = [(r, n) for r, n in zip(requests, limits, strict=True) if n > 0]
         if not work:
             return empty_like(requests)
         if self.makes_trees:
-            make = BestGrowth if self._best else Growth
-            trees = make(self, [r for r, _ in work], [n for _, n in work]).grow()
+            trees = TreeGrowth(self, [r for r, _ in work], [n for _, n in work]).grow()
             return [trees.get(r.row, Draft()) for r in requests]
         wanted, ahead, self._ahead = [r for r, _ in work], self._ahead, None
         longest = max(n for _, n in work)
         if isinstance(ahead, Overlapped):
-            proposal = self._after_guess(ahead, wanted, depth)
+            proposal = self._after_guess(ahead, wanted, self.depth)
         elif ahead is not None and len(work) == len(requests) and take(self._core, ahead, wanted, longest):
             proposal = ahead.proposal
         else:
-            proposal = self._propose(wanted, depth)
+            proposal = self._propose(wanted, self.depth)
         self._proposal = proposal
         return self.drafts(requests, {r.row: n for r, n in work}, proposal)
 

@@ -36,6 +36,10 @@ class TreePasses:
         logits = self.feed(level, self.head.to_target(frontier.tokens), frontier.origin)
         return logits.float().log_softmax(dim=-1)
 
+    def over_target(self, logits: Tensor, vocab_size: int) -> Tensor:
+        """Map logits [..., V_d] to the target's ids."""
+        return self.head.over_target(logits, vocab_size, float("-inf"))
+
     def feed(self, level: int, tokens: Tensor, origin: Tensor) -> Tensor:
         """Feed nodes of a level, 1 = children of the newest token: the target's ids [B, K], and the place of each one's
         parent among the nodes that were fed before [B, K]. Returns logits [B, K, V_d]."""

@@ -3,7 +3,7 @@
 Source: EAGLE-3 (Li et al. 2025), and EAGLE-1/2 for heads of theirs. Parameters: `head`, a folder as other tools publish
 it (formats.py) or an `EagleHead`; `n_max`, tokens of a chain; `nodes` > 0 makes trees of so many nodes instead, with
 `top_k` and `depth` as EAGLE-2 has them (dynamic_tree.py); `tree` makes trees of a fixed shape, as draft-model's
-(planned_tree.py); `config`, fields of `HeadConfig` that are to have other values than the folder says.
+(drafters/planned_tree.py); `config`, fields of `HeadConfig` that are to have other values than the folder says.
 
 Chains and trees of a fixed shape are sampled where the acceptance rule wants it: q is the head's distribution over the
 target's vocabulary, after the same processors as the target's; tokens without a draft id have q = 0. Dynamic trees are
@@ -42,8 +42,8 @@ from specdec.drafters.draft_model.steps import Proposal, recordable
 from specdec.drafters.eagle3.dynamic_tree import TreePasses
 from specdec.drafters.eagle3.formats import check_fit, load_head
 from specdec.drafters.eagle3.head import EagleHead
-from specdec.drafters.eagle3.planned_tree import PlanInputs, PlanKey, Planned, PlannedTrees, PlanShape
 from specdec.drafters.eagle3.rows import HeadInputs, HeadRows
+from specdec.drafters.planned_tree import PlanInputs, Planned, PlannedTrees, PlanShape, TreeKey
 from specdec.drafters.tree_plan import parse_opt, parse_plan, plan_parents, upper_levels
 from specdec.errors import SpecdecError
 from specdec.models.kv_cache import CachePool
@@ -64,14 +64,6 @@ class ChainKey(NamedTuple):
     purpose: Purpose
     scores: Any
     vocab_size: int
-
-
-class TreeKey(NamedTuple):
-    """What is fixed in the recorded growth of trees."""
-
-    width: int
-    kv_len: int
-    size: TreeSize
 
 
 @dataclass
@@ -333,10 +325,10 @@ class Eagle3(Drafter):
             parents = upper_levels(parents, max(r.limit(len(parents)) for r in requests))
         shape = PlanShape.of(parents)
         inputs, kv_len = self._inputs(rows, requests, 0), rows.kv_len(requests, sum(shape.widths))
-        key = PlanKey(
+        key = TreeKey(
             width=inputs.tokens.shape[1],
             kv_len=kv_len,
-            parents=shape.parents,
+            shape=shape.parents,
             proposal=sampling.proposal if sampling is not None and sampling.sampled else None,
             scores=None if sampling is None else sampling.signature,
             vocab_size=self._context.vocab_size,

@@ -1,11 +1,11 @@
-"""Trees of a fixed shape from a head: the best tokens, or samples of its q.
+"""Trees of a fixed shape from a draft model or a head: the best tokens, or samples of its q.
 
 EAGLE-2's dynamic tree keeps the nodes that the head is most confident of, so its siblings cannot be samples: a sample
 that is kept or dropped for what it is has another distribution than q. Here the shape is fixed before anything is
 sampled (drafters/tree_plan.py), each node's children are sampled from q after the processors of its own path, and q is
 handed over, so that `leviathan` tests siblings by recursive rejection.
 
-A level of nodes is one pass of the head. The shape travels as a tensor, and all else is computed on the device without
+A level of nodes is one pass. The shape travels as a tensor, and all else is computed on the device without
 a look at any value, so a round's trees are recorded as one function.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -24,8 +24,6 @@ from torch import Tensor
 from specdec.device.buffers import Buffers
 from specdec.device.transfer import array_on, to_device
 from specdec.drafters.base import RowSampling, proposal_distribution
-from specdec.drafters.eagle3.dynamic_tree import TreePasses
-from specdec.drafters.eagle3.rows import HeadInputs
 from specdec.drafters.siblings import best_children, node_streams, sampled_children
 from specdec.drafters.tree_plan import plan_levels
 from specdec.models.trees import MISSING, Parents, path_to
@@ -33,15 +31,52 @@ from specdec.sampling.processors import Texts
 from specdec.sampling.texts import Drafted
 
 
-class PlanKey(NamedTuple):
-    """What is fixed in the recorded growth of trees of one shape; proposal: None = nothing is sampled."""
+class LevelPasses(Protocol):
+    """Passes over the levels of growing trees."""
+
+    def over_target(self, logits: Tensor, vocab_size: int) -> Tensor:
+        """Map logits [..., V_draft] to the target's ids, [..., vocab_size]; -inf where the draft has no token."""
+        ...
+
+    def feed(self, level: int, tokens: Tensor, origin: Tensor) -> Tensor:
+        """Feed nodes of a level, 1 = children of the newest token; returns logits [B, K, V_draft].
+
+        tokens [B, K]: the target's ids
+        origin [B, K]: the place of each one's parent among the nodes of the level before that were fed
+        """
+        ...
+
+
+class TreeRows(Protocol):
+    """What is known of the rows whose trees grow: `keys` [B] of their random numbers, `positions` [B] of the first
+    drafted token, and `tokens` [B, W] that they are caught up with."""
+
+    @property
+    def keys(self) -> Tensor: ...
+
+    @property
+    def positions(self) -> Tensor: ...
+
+    @property
+    def tokens(self) -> Tensor: ...
+
+
+class TreeKey(NamedTuple):
+    """What is fixed in the recorded growth of trees.
+
+    width, kv_len: of the pass that catches up
+    shape: a plan's parents, or what the growth goes by
+    proposal: of the rule; None = nothing is sampled
+    scores: signature of the pipeline to scores
+    vocab_size: the target's
+    """
 
     width: int
     kv_len: int
-    parents: Parents
-    proposal: str | None
-    scores: Any
-    vocab_size: int
+    shape: Any
+    proposal: str | None = None
+    scores: Any = None
+    vocab_size: int = 0
 
 
 @dataclass(frozen=True)
@@ -99,11 +134,11 @@ class PlanShape:
 
 @dataclass(frozen=True)
 class PlanInputs(Buffers):
-    """What a round's recorded function reads: the rows' new entries, the shape's table, and for processors that read
+    """What a round's recorded function reads: the rows (`TreeRows`), the shape's table, and for processors that read
     texts the shape's paths."""
 
-    rows: HeadInputs
-    table: Tensor
+    rows: Any
+    table: Tensor | None = None
     on_path: Tensor | None = None
 
 
@@ -121,12 +156,13 @@ class Planned:
     texts: for processors that read them; None: there are none
     """
 
-    def __init__(self, shape: PlanShape, key: PlanKey, sampling: RowSampling | None, texts: Drafted | None):
+    def __init__(self, shape: PlanShape, key: TreeKey, sampling: RowSampling | None, texts: Drafted | None):
         self.shape, self.key, self.sampling, self.texts = shape, key, sampling, texts
 
-    def grow(self, given: PlanInputs, logits: Tensor, passes: TreePasses) -> PlannedTrees:
+    def grow(self, given: PlanInputs, logits: Tensor, passes: LevelPasses) -> PlannedTrees:
         """Grow trees. logits: after the newest token, [B, V_d]; passes: that were started there."""
-        head, batch = passes.head, len(logits)
+        assert given.table is not None
+        batch = len(logits)
         logits, missing = logits[:, None], logits.new_zeros((batch, 1), dtype=torch.bool)
         tokens: list[Tensor] = []
         q: list[Tensor] = []
@@ -135,7 +171,7 @@ class Planned:
                 fed = tokens[-1][:, places]
                 missing = fed == MISSING
                 logits = passes.feed(level, fed.clamp(min=0), origin.expand(batch, -1))
-            wide = head.over_target(logits, self.key.vocab_size, float("-inf"))
+            wide = passes.over_target(logits, self.key.vocab_size)
             read = self._read(given, nodes, tokens, level)
             scores = wide.float() if self.sampling is None else self.sampling.sampling.scores(wide, read)
             most = self.shape.levels[level][-1]
