@@ -348,3 +348,35 @@ def test_a_pair_takes_the_memory_that_the_report_predicts(mode: str) -> None:
     dec.generate([[1] * (tokens - 24)] * 8, 24)
     held = torch.cuda.memory_allocated() - before
     assert held == pytest.approx(dec.report.memory(8, tokens)["total"], rel=0.1)
+
+
+TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@TWO
+@pytest.mark.parametrize("strategies", [[], ["draft-model:n_max=3"], ["draft-model:tree=2x2"], ["prompt-lookup"]])
+def test_layers_on_two_gpus_give_the_text_of_one(strategies: list[str]) -> None:
+    places = {f"model.layers.{i}": i // 12 for i in range(24)} | {"model.norm": 1, "model.rotary_emb": 0}
+    places |= {"model.embed_tokens": 0, "lm_head": 0}
+    spread = specdec.SpeculativeDecoder.from_pretrained(
+        "demo-target", "demo-draft", dtype="float32", draft_dtype="float32", device_map=places, draft_device="cuda:0"
+    )
+    assert {p.device.index for p in spread.target.model.parameters()} == {0, 1}
+    out = spread.generate(PROMPTS, 24, strategies=strategies, ignore_eos=True)
+    alone = specdec.SpeculativeDecoder.from_pretrained("demo-target", dtype="float32", strategies=[])
+    assert out.token_ids == alone.generate(PROMPTS, 24, ignore_eos=True).token_ids
+
+
+@TWO
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_draft_on_a_gpu_of_its_own_overlaps_and_drafts_the_same(temperature: float) -> None:
+    options = {"temperature": temperature, "seed": 3, "ignore_eos": True, "strategies": ["draft-model:n_max=3"]}
+    found = []
+    for device in ("cuda:0", "cuda:1"):
+        pair = specdec.SpeculativeDecoder.from_pretrained(
+            "demo-target", "demo-draft", dtype="float32", draft_dtype="float32", device="cuda:0", draft_device=device
+        )
+        found.append(pair.generate(PROMPTS[:1], 48, **options))
+    assert found[0].token_ids == found[1].token_ids
+    assert found[1].provenance["overlap"]["draft-model"]["right"] > 0
+    assert not found[0].provenance["overlap"]
