@@ -36,15 +36,10 @@ def check(
     with output.progress("reading configs and tokenizers"):
         report = inspect_pair(**models.given(), translate=translate)
     if as_json:
-        memory = {"batch_size": batch_size, "tokens": _tokens(report, tokens)}
+        memory = {"batch_size": batch_size, "tokens": report.row_tokens(tokens)}
         output.print_json({**report.to_dict(batch_size, tokens), "memory_for": memory})
     else:
         _print(output.stdout(), report, batch_size, tokens)
-
-
-def _tokens(report: PairReport, tokens: int | None) -> int:
-    context = report.models[0].context
-    return context if tokens is None else min(tokens, context)
 
 
 def _print(console: Console, report: PairReport, batch_size: int, tokens: int | None) -> None:
@@ -53,13 +48,13 @@ def _print(console: Console, report: PairReport, batch_size: int, tokens: int | 
     made.add_row("type", *(m.model_type for m in report.models))
     made.add_row("parameters", *(f"{m.parameters:,}" for m in report.models))
     made.add_row("vocabulary", *(f"{m.vocab_size:,}" for m in report.models))
-    made.add_row("context", *(f"{m.context:,} tokens" for m in report.models))
+    made.add_row("context", *(f"{m.context:,} tokens" if m.states_context else "not stated" for m in report.models))
     made.add_row("dtype, device", *(f"{m.dtype}, {m.device}" for m in report.models))
     console.print(made)
     if report.vocabulary is not None:
         console.print(f"vocabularies: {report.vocabulary}; draft : target = {report.size_ratio:.3f}")
     rows = "1 row" if batch_size == 1 else f"{batch_size} rows"
-    sizes = output.table("memory", "MiB", title=f"Memory for {rows} of {_tokens(report, tokens):,} tokens")
+    sizes = output.table("memory", "MiB", title=f"Memory for {rows} of {report.row_tokens(tokens):,} tokens")
     for name, size in report.memory(batch_size, tokens).items():
         sizes.add_row(name.replace("_", " "), f"{size / 2**20:,.1f}")
     console.print(sizes)

@@ -14,11 +14,13 @@ from transformers import AutoModelForCausalLM
 
 from specdec.errors import SpecdecError
 from specdec.models.checkpoint import said
+from specdec.models.kinds import is_recurrent
 from specdec.models.kv_cache import kv_cache_bytes
-from specdec.models.runner import context_length
+from specdec.models.runner import UNBOUNDED, context_length
 from specdec.models.vocabulary import Vocabularies, handling
 
 SIZE_RATIO_WARNING = 1 / 3
+UNSTATED = 2048  # tokens of a row for a target that does not say how long a text may be
 
 
 def draft_capacity(tokens: int) -> int:
@@ -82,6 +84,11 @@ class ModelFacts:
             text,
         )
 
+    @property
+    def states_context(self) -> bool:
+        """True if the configuration says how long a text may be."""
+        return self.context < UNBOUNDED
+
     def kv_bytes(self, batch: int, tokens: int) -> int:
         """Count the bytes of the K/V cache for `batch` rows of `tokens` tokens, at most the context."""
         return kv_cache_bytes(self.config, getattr(torch, self.dtype), batch, min(tokens, self.context))
@@ -106,6 +113,9 @@ class PairReport:
     @staticmethod
     def make(models: Sequence[ModelFacts]) -> PairReport:
         report = PairReport(list(models))
+        for model in models:
+            if is_recurrent(model.config):
+                report.warnings.append(f"the memory does not count the states of recurrent layers of the {model.role}")
         if len(models) == 2:
             target, draft = models
             report.size_ratio = draft.parameters / max(1, target.parameters)
@@ -115,8 +125,8 @@ class PairReport:
                 )
             if draft.context < target.context:
                 report.warnings.append(
-                    f"the draft's context of {draft.context} tokens is shorter than the target's {target.context}: "
-                    "drafting stops there"
+                    f"the draft's context of {draft.context} tokens is shorter than the target's"
+                    f"{f' {target.context}' if target.states_context else ''}: drafting stops there"
                 )
         return report
 
@@ -156,11 +166,10 @@ class PairReport:
         """Count the bytes needed, before anything is allocated.
 
         weights: of all models
-        kv_cache: for `batch` rows of `tokens` tokens (default: the target's context)
+        kv_cache: for `batch` rows of `row_tokens(tokens)` tokens, without the states of recurrent layers
         logits: of one verify pass of `width` columns, in the model's dtype, float32, and as p
         """
-        target = self.models[0]
-        tokens = target.context if tokens is None else min(tokens, target.context)
+        target, tokens = self.models[0], self.row_tokens(tokens)
         item = getattr(torch, target.dtype).itemsize
         parts = {
             "weights": sum(m.weight_bytes for m in self.models),
@@ -168,6 +177,13 @@ class PairReport:
             "logits": batch * width * target.vocab_size * (item + 8),
         }
         return {**parts, "total": sum(parts.values())}
+
+    def row_tokens(self, tokens: int | None) -> int:
+        """Return the tokens of a row whose memory is counted: at most the target's context, which is the default."""
+        context = self.models[0].context
+        if tokens is None:
+            return context if self.models[0].states_context else UNSTATED
+        return min(tokens, context)
 
     def _cached(self, tokens: int) -> list[int]:
         """Return the tokens per row that each model's cache holds."""
