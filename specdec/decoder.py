@@ -31,7 +31,7 @@ from specdec.errors import SpecdecError
 from specdec.models.kv_cache import KeptRows
 from specdec.models.loading import LoadedPair, check_is_model, check_model_kind, check_modules
 from specdec.models.quantised import is_quantised, rounds_activations
-from specdec.models.runner import Runner
+from specdec.models.runner import UNBOUNDED, Runner
 from specdec.models.self_test import self_test
 from specdec.models.state import ModelState
 
@@ -202,10 +202,12 @@ class SpeculativeDecoder:
     def live(self, slots: int = 8, capacity: int | None = None, strategies: Any = UNSET, **options: Any) -> LiveCall:
         """Open a call whose prompts come while it runs (decoding/live.py), with room for `slots` rows at a time.
 
-        capacity: most tokens of a row, prompt and output together; None: the target's context
+        capacity: most tokens of a row, prompt and output together; None: the target's context, if it states one
         options: those of `generate`, of all its rows
         """
         check_live(options, slots, capacity)
+        if capacity is None and self.target.context == UNBOUNDED:
+            raise SpecdecError("live needs a capacity: the target's configuration does not say how long a text may be")
         call = self._call([], strategies, **options)
         return LiveCall(call, slots, self.target.context if capacity is None else capacity)
 

@@ -94,6 +94,7 @@ class Passes:
         rows = [(b, Row(b, [TOKEN] * (context + 1), b, stops)) for b in range(self.batch)]
         for _, row in rows:
             row.open_round(Draft([TOKEN] * (min(width, verifier.shapes.verify_width) - 1)))
+        verifier.cache.pretend(dict.fromkeys(range(self.batch), context))
         return _seconds(self.target, lambda: verifier.launch(rows).read())
 
     def draft(self, context: int, unseen: int, steps: int) -> float:
@@ -104,6 +105,7 @@ class Passes:
         requests = [DraftRequest(b, text, TOKEN, steps, context, sampling) for b in range(self.batch)]
         for b in range(self.batch):
             core.length[b] = max(0, context + 1 - unseen)
+        core.cache.pretend(dict(enumerate(core.length)))
         return _seconds(core.runner, lambda: core.propose(requests, steps, Stops(0.0, 0, None), self.target.vocab_size))
 
 

@@ -228,6 +228,11 @@ class RaggedCache(Cache):
         if self.states is not None:
             self.states.rewind(lengths)
 
+    def pretend(self, lengths: Mapping[int, int]) -> None:
+        """Take rows for texts of these lengths, whatever they hold, for passes that are only timed; row -> slots."""
+        if self.states is not None:
+            self.states.pretend(lengths)
+
     def compact(self, moves: Sequence[tuple[int, int, int]]) -> None:
         """Copy slots at once, (row, from, to) each: every source is read before any target is written."""
         if not moves:
@@ -379,9 +384,13 @@ class CachePool:
             enough = cache.capacity >= capacity if self.step > 1 else cache.capacity == capacity
             if enough:
                 return cache
-        cache = RaggedCache(self.n_layers, batch, capacity, self.recurrent)
+        cache = self.make(batch, capacity)
         cache.pool = self
         return cache
+
+    def make(self, batch: int, capacity: int) -> RaggedCache:
+        """Make a cache that is nobody's but the caller's."""
+        return RaggedCache(self.n_layers, batch, capacity, self.recurrent)
 
     def give_back(self, cache: RaggedCache) -> None:
         """Take a cache back, unless it is another pool's: the model's layers or dtype may have changed since."""

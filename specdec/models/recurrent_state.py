@@ -17,7 +17,7 @@ Modules are found by what they ask of transformers' cache, and run unchanged ove
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -156,6 +156,11 @@ class RowStates:
         """Let the next pass say where the rows go on."""
         for row in rows:
             self.drafting.pop(row, None)
+
+    def pretend(self, lengths: Mapping[int, int]) -> None:
+        """Take what rows hold for the states of texts of these lengths: for passes that are only timed."""
+        for row, length in lengths.items():
+            self.read[row], self.noted[row] = length, -1
 
     def plan(self, starts: Sequence[int], counts: Sequence[int], first: int) -> Reading:
         """Plan a pass that feeds `counts[i]` tokens to row `first + i` from position `starts[i]` on."""

@@ -123,7 +123,7 @@ class _SelfTest:
     def _passes(self, tree: bool, far: bool) -> list[tuple[int, int, Tensor]]:
         """Run the passes; returns (row, position, logits [n, V] from there on) of each."""
         runner, n, start = self.runner, self.length, self.start
-        cache = RaggedCache(runner.pool.n_layers, 2, n + len(TREE), runner.recurrence is not None)
+        cache = runner.pool.make(2, n + len(TREE))
         long = runner.rope is not None and n > runner.rope.switch
         for row in (0, 1):
             cache.set_long(row, long)

@@ -11,12 +11,15 @@ import torch
 from torch import Tensor
 
 from specdec import DraftModel, SpeculativeDecoder
+from specdec.decoding.timing import measure_costs
 from specdec.device.graphs import Choice
 from specdec.device.transfer import to_device
 from specdec.errors import SpecdecError
 from specdec.models.kv_cache import KeptRows, RaggedCache
 from specdec.models.recurrent_state import ModuleStates, RowStates
 from specdec.models.runner import Runner, Shapes
+from specdec.research.exactness.equality import content_dependence
+from specdec.research.offline.what_if import estimate
 from tests.helpers.playing import Scripted, random_ids, weaker
 from tests.helpers.recording import Rerun
 from tests.helpers.scripts import load_script
@@ -154,3 +157,23 @@ def test_passes_with_recurrent_layers_are_not_recorded(monkeypatch: pytest.Monke
     runner = Runner(model("qwen3_next"))
     assert (runner.mode, runner.graphs, runner.compiled) == ("off", None, None)
     assert "recurrent layers" in str(runner.compile_report((0, 0.0))["reason"])
+
+
+def test_passes_that_are_timed_or_read_apart_from_a_call_work_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cost tables, offline estimates of texts that share a prompt, and the comparison of passes."""
+    monkeypatch.setattr("specdec.decoding.timing.LIMIT", 0)
+    target = model("qwen3_next")
+    pair = SpeculativeDecoder(target, weaker(target, 0.05), check=False)
+    assert measure_costs(pair, contexts=(16,), widths=(1, 3), repeats=1).to_dict()
+    options = {"max_new_tokens": 5, "num_return_sequences": 2, "temperature": 0.8, "acceptance": "match"}
+    prompt = random_ids(6, 1, SWEEP.VOCAB)
+    (plan,) = estimate(pair, [prompt], [2], [0.0], [], **options).plans
+    out = pair.generate([prompt], strategies=[DraftModel(n_max=2)], **options)
+    assert plan.tokens_per_round == pytest.approx(out.stats.emitted_tokens / out.stats.rounds)
+    assert content_dependence(pair.target, contents=2)["compared"] == 1
+
+
+def test_a_live_call_needs_a_capacity_where_the_context_is_not_stated() -> None:
+    decoder = SpeculativeDecoder(model("mamba"), check=False)
+    with pytest.raises(SpecdecError, match="does not say how long a text may be"):
+        decoder.live(slots=2)

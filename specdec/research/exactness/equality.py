@@ -32,7 +32,6 @@ from specdec.decoding.acceptance import find_rule
 from specdec.decoding.prompts import encode_prompts
 from specdec.device.transfer import to_device
 from specdec.errors import SpecdecError
-from specdec.models.kv_cache import RaggedCache
 from specdec.models.runner import EXACT_WIDTH, Runner, Shapes
 from specdec.models.view import ModelView
 from specdec.sampling.sampling import History, Purpose, exponential, row_key, streams
@@ -235,7 +234,7 @@ def replay(runner: Runner, ids: Sequence[int], prompt_length: int, shape: PassSh
     most = min(shape.tokens, shapes.verify_width)
     width = shapes.width(most)
     idle = [0] * (shape.batch - 1)
-    cache = RaggedCache(runner.pool.n_layers, shape.batch, capacity)
+    cache = runner.pool.make(shape.batch, capacity)
     runner.follow(cache, 0, prompt_length - 1)
     runner.prefill(cache, shapes, {0: list(ids[: prompt_length - 1])}, {0: 0})
     start, end = prompt_length - 1, prompt_length - 1 + ((len(ids) - prompt_length) % most + 1)
@@ -281,13 +280,15 @@ def content_dependence(runner: Runner, contents: int = 16, batch: int = 2) -> di
 
     length = 16
     shapes = Shapes.choose(runner.device, True, length + EXACT_WIDTH)
-    cache = RaggedCache(runner.pool.n_layers, batch, length + EXACT_WIDTH)
+    cache = runner.pool.make(batch, length + EXACT_WIDTH)
     for row in range(batch):
         runner.prefill(cache, shapes, {row: random_ids(length)}, {row: 0})
     newest, seen = random_ids(1), []
     for _ in range(contents):
         fed = [newest + random_ids(EXACT_WIDTH - 1), *(random_ids(EXACT_WIDTH) for _ in range(batch - 1))]
+        cache.begin_draft(range(batch))
         out = runner.step(cache, shapes, to_device(fed, runner.device), [length] * batch, [EXACT_WIDTH] * batch)
+        cache.rewind(dict.fromkeys(range(batch), length))
         seen.append(out.logits[0, 0].float())
     off = torch.stack([(s - seen[0]).abs().max() for s in seen[1:]])
     return {"compared": len(off), "differing": int((off != 0).sum()), "largest": float(off.max())}

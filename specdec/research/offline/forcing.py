@@ -147,6 +147,7 @@ class _Reader:
     def _prefill(self, prompt: list[int]) -> int:
         """Feed a prompt without its newest token, unless it is there already. Returns its length."""
         again = not self.runner.follow(self.cache, 0, len(prompt)) and bool(self.fed) and self.fed == prompt
+        again = again and self.cache.states is None  # states have read the text that followed it
         self.cache.wipe(0, len(prompt) if again else 0)
         if not again:
             self.runner.prefill(self.cache, self.shapes, {0: prompt}, {0: 0})
