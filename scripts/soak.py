@@ -273,7 +273,8 @@ def live(subject: Subject, case: Case, chain: Sequence[Any]) -> list[Row]:
     dice, rows = random.Random(case.seed), list[Any]()
     waiting = list(zip(case.prompts, case.options["seed"], strict=True))
     options = {name: value for name, value in case.options.items() if name not in ("seed", "batch_size")}
-    with subject.decoder.live(case.options["batch_size"], strategies=list(chain), **options) as call:
+    room = max(map(len, case.prompts)) + case.options["max_new_tokens"]
+    with subject.decoder.live(case.options["batch_size"], room, list(chain), **options) as call:
         while waiting or call.rows:
             while waiting and dice.random() < 0.5:
                 prompt, seed = waiting.pop()
