@@ -8,6 +8,7 @@ progress and errors go to standard error. Exit status: 0, 1 = a check failed, 2 
 
 from __future__ import annotations
 
+import errno
 import importlib
 import signal
 import sys
@@ -24,6 +25,7 @@ from specdec.files.own_code import search_folder
 from specdec.version import __version__
 
 BAD_INPUT, INTERRUPTED, TERMINATED = 2, 130, 143
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 HELP = {"help_option_names": ["-h", "--help"]}
 
 
@@ -88,6 +90,11 @@ class Verbs(TyperGroup):
             status = _fail(str(error))
         except KeyboardInterrupt:
             status = INTERRUPTED
+        except OSError as error:
+            if error.errno not in NO_SPACE:
+                raise
+            named = f" for {error.filename}" if error.filename else ""
+            status = _fail(f"{error.strerror}{named}: free some, or write elsewhere; files of before are whole")
         except Exception as error:
             # Usage errors and aborts, by what they offer: typer has its own copies of click's classes in some releases.
             if hint := typed(str(getattr(error, "option_name", ""))):

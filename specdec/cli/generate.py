@@ -14,6 +14,7 @@ from rich.console import Console
 from specdec.cli import output
 from specdec.cli.inputs import as_prompts, base_run, given, make_run, named_prompts
 from specdec.cli.options import CHAT, AllGeneration, AsJson, Models, Run, SetPrompts, with_groups
+from specdec.errors import SpecdecError
 from specdec.files.texts import check_writable, write_file
 
 if TYPE_CHECKING:
@@ -73,13 +74,19 @@ def _generate(
         made = decoder.generate(asked, progress=progress, **run.generation)
     if not decoder.ranks.is_first:  # of the processes that share the target, one speaks
         return
+    failed = None
     if out is not None:
         lines = (json.dumps(output.finite(record), ensure_ascii=False) + "\n" for record in _records(prompts, made))
-        write_file(out, "".join(lines), "--out")
+        try:
+            write_file(out, "".join(lines), "--out")
+        except SpecdecError as error:  # the texts are shown, so that the work is not lost
+            failed, out = error, None
     if as_json:
         output.print_json({"prompts": [_named(p) for p in prompts], **made.to_dict()})
     else:
         _print(output.stdout(), decoder.tokenizer, made, out)
+    if failed is not None:
+        raise failed
     if cut := made.finish_reasons.count("interrupted"):
         kept = "is printed" if out is None else f"is in {out}"
         raise KeyboardInterrupt(f"{cut} of {len(made)} texts are cut; what was generated {kept}")

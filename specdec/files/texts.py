@@ -252,6 +252,36 @@ def _mode(path: Path) -> int | None:
         return None
 
 
+@contextmanager
+def writing(path: Path, what: str) -> Iterator[None]:
+    """Turn the errors of writing a file, such as a full disk, into a SpecdecError that names it. Libraries over the
+    system have RuntimeErrors of their own for it, or others that carry its words."""
+    try:
+        yield
+    except SpecdecError:
+        raise
+    except Exception as error:
+        said = getattr(error, "strerror", None) or first_line(error)
+        if isinstance(error, (OSError, RuntimeError)) or "os error" in said:
+            raise SpecdecError(f"{what} {path} cannot be written: {said}") from None
+        raise
+
+
+@contextmanager
+def unfinished(name: Any, what: str) -> Iterator[Path]:
+    """Yield the path of a new file, which takes the place of `name` when the block ends. If the block fails, an old
+    file stays as it was. For libraries that write to a path; raises what `writing` raises."""
+    path = as_path(name, what)
+    new = path.parent / f".{uuid.uuid4().hex}{path.suffix}"
+    try:
+        with writing(path, what):
+            yield new
+            new.replace(path)
+    finally:
+        with suppress(OSError):
+            new.unlink()
+
+
 def write_file(name: Any, data: str | bytes, what: str) -> Path:
     """`write_atomically`, whose faults become a SpecdecError that names the file."""
     path = as_path(name, what)

@@ -22,7 +22,7 @@ from specdec.decoding.prompts import encode_prompts
 from specdec.decoding.provenance import WeightHash
 from specdec.errors import SpecdecError
 from specdec.files.forms import WHOLE, check
-from specdec.files.texts import parse_json, parse_json_lines, read_text
+from specdec.files.texts import parse_json, parse_json_lines, read_text, write_file, writing
 from specdec.research.prompts.datasets import as_given
 from specdec.training.config import TrainingConfig, TrainingData, content_hash
 
@@ -86,14 +86,13 @@ def write_answers(
     _begin(file, plan)
     done = _written(plan, config)
     missing = [i for i in plan.shard(*part) if i not in done]
-    with file.open("a", encoding="utf-8") as lines:
-        for first in range(0, len(missing), data.batch_size):
-            rows = missing[first : first + data.batch_size]
-            outputs = _outputs(plan, decoder, data, rows)
-            for i, ids in zip(rows, outputs, strict=True):
-                lines.write(json.dumps({"index": i, "prompt": plan.prompts[i], "output": ids}) + "\n")
-            lines.flush()
-            advance()
+    for first in range(0, len(missing), data.batch_size):
+        rows = missing[first : first + data.batch_size]
+        outputs = zip(rows, _outputs(plan, decoder, data, rows), strict=True)
+        made = [json.dumps({"index": i, "prompt": plan.prompts[i], "output": ids}) for i, ids in outputs]
+        with writing(file, "answers"), file.open("a", encoding="utf-8") as lines:
+            lines.write("".join(f"{line}\n" for line in made))
+        advance()
     return file
 
 
@@ -114,9 +113,9 @@ def _begin(file: Path, plan: Plan) -> None:
     text = read_text(file, "answers") if file.exists() else ""
     whole = text[: text.rfind("\n") + 1]
     if not whole:
-        file.write_text(json.dumps({"hash": plan.hash, "rows": len(plan.prompts)}) + "\n", encoding="utf-8")
+        write_file(file, json.dumps({"hash": plan.hash, "rows": len(plan.prompts)}) + "\n", "answers")
     elif whole != text:
-        file.write_text(whole, encoding="utf-8")
+        write_file(file, whole, "answers")
 
 
 def _written(plan: Plan, config: TrainingConfig) -> dict[int, dict[str, Any]]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from specdec.errors import SpecdecError
+from specdec.files.texts import unfinished
 
 CHECKPOINT = "checkpoint.pt"
 
@@ -20,9 +21,8 @@ def write_checkpoint(folder: Path, parts: dict[str, Any], mark: str, step: int) 
     rng = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         rng["cuda"] = torch.cuda.get_rng_state()
-    unfinished = folder / f"{CHECKPOINT}.tmp"
-    torch.save({"mark": mark, "step": step, "states": states, "rng": rng}, unfinished)
-    unfinished.replace(folder / CHECKPOINT)
+    with unfinished(folder / CHECKPOINT, "checkpoint") as file:
+        torch.save({"mark": mark, "step": step, "states": states, "rng": rng}, file)
 
 
 def read_checkpoint(folder: Path, parts: dict[str, Any], mark: str, device: torch.device) -> int:

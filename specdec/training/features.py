@@ -21,6 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from specdec.device.transfer import sent
 from specdec.errors import SpecdecError
+from specdec.files.texts import unfinished
 from specdec.training.answers import Answer
 from specdec.training.config import content_hash
 
@@ -136,9 +137,8 @@ def store(live: Live, parent: Path, target: str, batch: int, advance: Callable[[
             chosen = range(start, min(start + batch, first + SHARD, len(live.answers)))
             for i, (states, last) in zip(chosen, _observed(live, chosen), strict=True):
                 found |= {f"{i}.states": states.cpu(), f"{i}.last": last.cpu()}
-        unfinished = file.with_suffix(".tmp")
-        save_file(found, unfinished)
-        unfinished.replace(file)
+        with unfinished(file, "features") as new:
+            save_file(found, new)
         advance()
     return folder
 

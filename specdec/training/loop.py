@@ -21,7 +21,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from specdec.errors import SpecdecError
-from specdec.files.texts import duration, parse_json, read_text, write_atomically
+from specdec.files.texts import duration, parse_json, read_text, write_file, writing
 from specdec.training.checkpoint import read_checkpoint, write_checkpoint
 from specdec.training.config import TrainingConfig
 from specdec.training.features import Source, order
@@ -155,7 +155,7 @@ class _Log:
             if not self.entries:
                 raise SpecdecError(f"{file} has no entry up to step {done} of the checkpoint; remove the folder")
         if writes:
-            write_atomically(file, "".join(json.dumps(e) + "\n" for e in self.entries))
+            write_file(file, "".join(json.dumps(e) + "\n" for e in self.entries), "log")
 
     @property
     def seconds(self) -> float:
@@ -165,7 +165,7 @@ class _Log:
     def write(self, entry: dict[str, Any]) -> None:
         self.entries.append(entry)
         if self.writes:
-            with self.file.open("a", encoding="utf-8") as lines:
+            with writing(self.file, "log"), self.file.open("a", encoding="utf-8") as lines:
                 lines.write(json.dumps(entry) + "\n")
 
     def words(self, step: int) -> str:

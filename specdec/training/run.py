@@ -10,7 +10,7 @@ from accelerate import Accelerator
 
 from specdec.decoder import SpeculativeDecoder
 from specdec.decoding.provenance import WeightHash
-from specdec.files.texts import check_writable
+from specdec.files.texts import check_writable, writing
 from specdec.models.loading import LoadedPair
 from specdec.research.models.choice import locate
 from specdec.training.answers import Answer, Plan, read_answers, read_own_answers, token_counts, write_answers
@@ -51,7 +51,8 @@ def run_training(config: TrainingConfig, kind: str, advance: Advance, part: tupl
     mark = content_hash([config.plain(), kind, weights, [[a.ids for a in part] for part in answers]])
     log = Loop(config, accelerator, task, train, len(answers[0]), evaluation, mark).run(advance)
     if accelerator.is_main_process:
-        task.save(config.folder / RESULT[kind])
+        with writing(config.folder / RESULT[kind], "result"):
+            task.save(config.folder / RESULT[kind])
     return log
 
 

@@ -15,7 +15,7 @@ from specdec.drafters.eagle3.config import HeadConfig
 from specdec.drafters.eagle3.formats import IDS, LAYOUTS, MARK
 from specdec.drafters.eagle3.head import EagleHead
 from specdec.errors import SpecdecError
-from specdec.files.texts import check_writable, write_file
+from specdec.files.texts import check_writable, unfinished, write_file
 from specdec.models.checkpoint import CONFIG
 
 # What a layout has no field for, so that a head with it would be read as another one.
@@ -50,7 +50,8 @@ def export(
     }
     config = write[layout]() | {MARK: {"layer_ids": "before block i"}}
     write_file(path / CONFIG, json.dumps(config, indent=2) + "\n", "file")
-    save_file(_tensors(head, layout), path / "model.safetensors", metadata={"format": "pt"})
+    with unfinished(path / "model.safetensors", "file") as file:
+        save_file(_tensors(head, layout), file, metadata={"format": "pt"})
     return _notes(head.config, layout, verifier)
 
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from specdec.errors import SpecdecError
 from specdec.files.forms import check, whole
-from specdec.files.texts import as_path, expanded, first_line, read_json, write_atomically
+from specdec.files.texts import as_path, expanded, first_line, read_json, unfinished, write_file
 from specdec.models.checkpoint import CONFIG
 
 WEIGHTS = "adapter.safetensors"
@@ -42,8 +42,9 @@ class ExitAdapter(nn.Module):
     def save(self, folder: Path, dtype: torch.dtype) -> None:
         """Write config.json and the weights."""
         folder.mkdir(parents=True, exist_ok=True)
-        save_file({name: t.to(dtype).contiguous() for name, t in self.state_dict().items()}, folder / WEIGHTS)
-        write_atomically(folder / CONFIG, json.dumps({name: getattr(self, name) for name in FORM}))
+        with unfinished(folder / WEIGHTS, "adapter") as file:
+            save_file({name: t.to(dtype).contiguous() for name, t in self.state_dict().items()}, file)
+        write_file(folder / CONFIG, json.dumps({name: getattr(self, name) for name in FORM}), "adapter")
 
 
 def load_adapter(source: Any) -> ExitAdapter:

@@ -10,12 +10,13 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from specdec.errors import SpecdecError
 from specdec.files.forms import ANYTHING, BOOL, NUMBER, SECONDS, TEXT, WHOLE, MapOf, Maybe, OneOf, check, shown, whole
-from specdec.files.texts import parse_json, read_bytes
+from specdec.files.texts import parse_json, read_bytes, writing
 from specdec.stats import RoundRecord
 
 PATTERN = "journal-*.jsonl"
@@ -64,13 +65,15 @@ class Journal:
     def append(self, entries: Sequence[dict[str, Any]]) -> None:
         """Write entries; when this returns they are on the disk."""
         lines = "".join(json.dumps(entry, ensure_ascii=False, separators=(",", ":")) + "\n" for entry in entries)
-        self.file.write(lines.encode("utf-8", "surrogatepass"))
-        self.file.flush()
-        os.fsync(self.file.fileno())
+        with writing(self.path, "journal"):
+            self.file.write(lines.encode("utf-8", "surrogatepass"))
+            self.file.flush()
+            os.fsync(self.file.fileno())
 
     def close(self) -> None:
         """Let other processes have the file."""
-        self.file.close()
+        with suppress(OSError):  # what could not be written has been said
+            self.file.close()
 
     def __enter__(self) -> Journal:
         return self

@@ -24,7 +24,7 @@ from specdec.drafters.chain import Chain, build_chain
 from specdec.drafters.costs import CostTable
 from specdec.drafters.length import LengthController, unlimited
 from specdec.errors import SpecdecError
-from specdec.files.texts import first_line, read_bytes
+from specdec.files.texts import first_line, read_bytes, unfinished
 from specdec.models.kv_cache import common_prefix
 from specdec.models.runner import Shapes
 from specdec.stats import RoundRecord
@@ -52,7 +52,8 @@ def save_texts(
     for name, rows in (("prompts", prompts), ("outputs", outputs)):
         arrays[name] = np.array([t for row in rows for t in row], np.int32)
         arrays[f"{name}_sizes"] = np.array([len(row) for row in rows], np.int32)
-    np.savez_compressed(path, ids=np.array(ids), categories=np.array(categories), **arrays)
+    with unfinished(path, "file of texts") as file:
+        np.savez_compressed(file, ids=np.array(ids), categories=np.array(categories), **arrays)
 
 
 def load_texts(path: str | Path) -> list[Text]:
