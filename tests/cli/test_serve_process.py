@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -127,11 +126,9 @@ def test_a_stream_ends_before_the_server_does_and_the_address_is_free_again(deco
 
 def test_a_stream_that_takes_longer_than_the_grace_is_told() -> None:
     with server("--grace", "0.2") as (process, address):
-        started = time.monotonic()
         with pytest.raises(openai.APIError, match="the server is stopping"):
             asyncio.run(stopped_amid(process, address, signal.SIGTERM, 1500))
         assert process.wait(30) == 0
-        assert time.monotonic() - started < 30
 
 
 def test_after_a_kill_the_server_starts_again_at_its_address(decoder: SpeculativeDecoder) -> None:
