@@ -42,6 +42,8 @@ def read_store(files: tuple[Stamp, ...], tokenizer: Any, depth: int) -> SuffixSt
                     raise SpecdecError(f"rest: {path} holds text, and the decoder has no tokenizer: give token ids")
                 document = tokenizer(document, add_special_tokens=False)["input_ids"]
             store.add(document)
+    if store.size == 0:
+        raise SpecdecError(f"rest: {', '.join(path for path, _, _ in files)}: the corpus is empty")
     store.freeze()
     return store
 
@@ -53,8 +55,12 @@ def documents(path: Path) -> Iterator[str | list[int] | np.ndarray]:
         try:
             with reading(path, what) as found:
                 ids = np.load(found, allow_pickle=False)
-        except (ValueError, EOFError):
-            raise SpecdecError(f"{what} {path} is no array of numpy's") from None
+        except SpecdecError:
+            raise
+        except Exception:  # numpy reads the head as Python code, which can fail in any way
+            raise SpecdecError(f"{what} {path} is no array of numpy's, or damaged") from None
+        if not isinstance(ids, np.ndarray):
+            raise SpecdecError(f"{what} {path} is an archive of numpy's: save one array")
         if ids.dtype.kind not in "iu" or (ids.size and ids.min() < 0):
             raise SpecdecError(f"{what} {path} holds no token ids: expected whole numbers from 0 on")
         yield from np.atleast_2d(ids)

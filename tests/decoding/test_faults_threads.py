@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import specdec
+from specdec.drafters import make_drafters
 from tests.helpers.playing import generated_by_transformers, quoting_ids, weaker
 from tests.helpers.tiny import tiny_model
 
@@ -84,6 +85,29 @@ def test_a_model_that_is_the_draft_of_another_decoder() -> None:
     pairs = [decoder(a, b), decoder(b, a), decoder(a, a)]
     texts = in_threads([lambda d=d: [d.generate([PROMPTS[0]], 12).token_ids[0] for _ in range(6)] for d in pairs])
     assert texts == [[expected[0]] * 6, [expected[1]] * 6, [expected[0]] * 6]
+
+
+CHAINS: list[list[Any]] = [
+    ["suffix"], ["recycling:nodes=8:width=2:depth=4"], ["ngram-mod:n_match=16:n_min=1:n_max=4:shared=true"],
+    ["lookahead:window=4:ngram=3:guesses=3"], ["early-exit:layers=1"], ["draft-model:n_max=3"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["one pair", "two pairs"])
+def test_two_decoders_and_their_strategies_in_two_threads(shared: bool) -> None:
+    """Strategies are objects that both decoders hold; with one pair, so are the models."""
+    targets = [tiny_model("llama", seed=seed, num_hidden_layers=2) for seed in ((0,) if shared else (0, 1))]
+    pairs = [(target, weaker(target, 0.02)) for target in targets]
+    chains = [make_drafters(chain, True) for chain in CHAINS]
+    sampled: dict[str, Any] = {"temperature": 0.8, "acceptance": "match", "seed": 5}
+
+    def texts(dec: specdec.SpeculativeDecoder, order: int) -> list[Any]:
+        return [dec.generate(PROMPTS, 5, chain, **sampled).token_ids for chain in chains[::order]]
+
+    expected = [decoder(*pairs[i]).generate(PROMPTS, 5, [], **sampled).token_ids for i in (0, -1)]
+    decoders = [decoder(*pairs[0]), decoder(*pairs[-1])]
+    found = in_threads([lambda: texts(decoders[0], 1), lambda: texts(decoders[1], -1)])
+    assert found == [[text] * len(CHAINS) for text in expected]
 
 
 def test_rows_samples_and_kept_state_in_threads() -> None:

@@ -123,12 +123,14 @@ def test_a_corpus_by_name_helps_and_is_read_once(tmp_path: Path, monkeypatch: py
     [
         ("a.json", "[1.5]", "expected texts"),
         ("a.npy", "no", "no array"),
+        ("a.npy", "\x93NUMPY\x01\x00v\x00{'descr': '<i4', 'shape': (3,", "a.npy is no array of numpy's, or damaged"),
+        ("a.jsonl", "", "a.jsonl: the corpus is empty"),
         ("a.txt", "text", "no tokenizer"),
         ("a.json", "[500]", "the id 500, the target only 128 ids"),
     ],
 )
 def test_files_that_are_no_corpus_are_refused(tmp_path: Path, file: str, content: str, message: str) -> None:
-    (tmp_path / file).write_text(content)
+    (tmp_path / file).write_text(content, encoding="latin-1")
     with pytest.raises(SpecdecError, match=message):
         Rest(corpus=str(tmp_path / file)).fresh(DraftContext(1, 64, 128))
 
