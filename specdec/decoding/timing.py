@@ -48,16 +48,20 @@ class Passes:
     batch: rows of the calls
     contexts: tokens of their texts before the newest
     longest: most tokens of their drafts
+    columns: tokens of a row that a pass should have room for, if more than usual, as for trees
     Raises SpecdecError if the target does not support the decoder's exact mode.
     """
 
-    def __init__(self, decoder: SpeculativeDecoder, batch: int, contexts: Sequence[int], longest: int):
+    def __init__(
+        self, decoder: SpeculativeDecoder, batch: int, contexts: Sequence[int], longest: int, columns: int = 0
+    ):
         self.target, self.batch = decoder.target, batch
         exact = decoder.resolve_exact(decoder.exact)
         cache = self.target.lease(batch, max(contexts) + longest + 1)
         self.verifiers: dict[int, Verifier] = {}
         for context in contexts:
-            shapes = Shapes.choose(self.target.device, exact, self.target.pool.room(context + longest + 1))
+            room = self.target.pool.room(context + longest + 1)
+            shapes = Shapes.choose(self.target.device, exact, room, columns)
             self.verifiers[context] = Verifier(
                 self.target, cache, shapes, LEVIATHAN, Sampling(0.0), batch, self.target.vocab_size, HostReader()
             )
@@ -139,6 +143,7 @@ def measure_passes(
     repeats: int,
     progress: Callable[[str], None] = lambda what: None,
     limit: float = math.inf,
+    columns: int = 0,
 ) -> dict[Cell, float]:
     """Time every cell over `repeats` turns; returns median seconds.
 
@@ -147,12 +152,13 @@ def measure_passes(
     "draft": width 1, a step: its share of a draft of STEPS tokens; width 2, its first step if it catches up with two
     tokens; others in proportion to the target's passes.
     limit: seconds after which no turn is begun, if one was measured.
+    columns: tokens of a row that a pass should have room for, if more than usual.
     """
     times: dict[Cell, list[float]] = {}
     with decoder.working(), ExitStack() as stack:
         decoder.refresh()
         begun, recorded = time.perf_counter(), any(r.graphs is not None for r in decoder._runners().values())
-        passes = [Passes(decoder, batch, contexts, _longest(widths)) for batch in batches]
+        passes = [Passes(decoder, batch, contexts, _longest(widths), columns) for batch in batches]
         for of_batch in passes:  # closed in reverse, the smallest batch last: its cache is the one that stays
             stack.callback(of_batch.close)
         for turn in range(repeats + 1):
@@ -218,7 +224,7 @@ def measure_costs(
     batches: rows, ascending from 1
     contexts: tokens of the text; longer than the models allow counts as the longest that leaves room for a pass. None =
         CONTEXTS, or the shortest of them alone where passes are compiled: each takes a compilation and the same time
-    widths: tokens per row and pass, ascending from 1
+    widths: tokens per row and pass, ascending from 1; for trees as wide as the widest of them
     Raises SpecdecError for other axes, and if no context is left.
     """
     check_axes(batches, (1,), widths)
@@ -232,7 +238,8 @@ def measure_costs(
     contexts = tuple(sorted({min(c, room) for c in contexts}))
     if not contexts or contexts[0] < 1:
         raise SpecdecError(f"costs: contexts must be at least 1 and fit into the models, got {list(contexts)}")
-    seconds = measure_passes(decoder, batches, contexts, widths, repeats, progress, LIMIT)
+    columns = widths[-1] if widths[-1] > WIDTHS[-1] else 0
+    seconds = measure_passes(decoder, batches, contexts, widths, repeats, progress, LIMIT, columns)
     tables = {
         role: tuple(tuple(tuple(seconds[role, b, c, w] for w in widths) for c in contexts) for b in batches)
         for role in decoder._runners()

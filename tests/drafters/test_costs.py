@@ -218,3 +218,16 @@ def test_a_batch_is_measured_beside_the_others_without_recording_anew() -> None:
         measure_costs(decoder, (1, 2), (8, 64), (1, 2), repeats=repeats)
         recorded = decoder.target.recorded[0] + decoder.draft.recorded[0] - before
         assert recorded <= 2 * 2 * (2 + 2) + 2
+
+
+def test_passes_of_trees_are_timed_as_wide_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wider than a verify pass usually is: they were timed as one of the usual width."""
+    choose = Shapes.choose
+    on_gpu = staticmethod(lambda device, *shape, **more: choose(torch.device("cuda"), *shape, **more))
+    monkeypatch.setattr(Shapes, "choose", on_gpu)
+    decoder = SpeculativeDecoder(small_model(3, 13), strategies=[], check=False, exact=False)
+    decoder.target = Runner(decoder.target.model, recorder=Rerun())
+    measure_costs(decoder, (1,), (8,), (1, 16, 64), repeats=1)
+    found = decoder.target.pool.idle.graphs.items()
+    widths = {key.given.width for (_, key), program in found if program and not key.is_prefill}
+    assert widths == {1, 16, 64}
