@@ -70,7 +70,8 @@ class Call:
         wanted = draft_length(self.policy, settings.draft_length)
         self.automatic = automatic(drafters, wanted, default_chain)
         self.costs = None
-        if any(self.automatic) and not isinstance(self.policy, LengthPolicy):
+        self.sets_lengths = any(self.automatic) and not isinstance(self.policy, LengthPolicy)
+        if self.sets_lengths or any(d.sizes_trees for d in drafters):
             given = as_costs(settings.costs) or decoder.costs
             self.costs = costs_for(drafters, self.automatic, given, decoder.target, decoder.draft)
         self.stops = stops = self._stop_rules()
@@ -241,6 +242,9 @@ class Call:
             separate=True,
             target=target,
             cache=cache,
+            costs=self.costs,
+            shapes=shapes,
+            keeps_text=self.rule.keeps_text(self.sampling.greedy),
         )
         longest = shapes.verify_width - 1
         drafters = [unlimited(d, longest) if a else d for d, a in zip(self.drafters, self.automatic, strict=True)]
@@ -251,10 +255,10 @@ class Call:
         except BaseException:  # a strategy may refuse the target; what was recorded for the cache is not lost
             target.pool.give_back(cache)
             raise
-        if self.costs is not None:
-            free = self.rule.keeps_text(self.sampling.greedy)  # so the text does not depend on drafts
+        if self.sets_lengths:
+            assert self.costs is not None
             kind = LengthController if self.policy in (None, "fixed") else self.policy
-            chain.lengths = kind(chain.drafters, self.automatic, self.costs, shapes, self.batch, free)
+            chain.lengths = kind(chain.drafters, self.automatic, self.costs, shapes, self.batch, context.keeps_text)
         self.reads_before = decoder.reader.count
         self.recorded_before = {role: r.recorded for role, r in decoder._runners().items()}
         self.started = time.perf_counter()

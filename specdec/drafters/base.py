@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from transformers import LogitsProcessorList, PreTrainedTokenizerBase
 
     from specdec.device.host_read import HostReader
+    from specdec.drafters.costs import CostTable
     from specdec.models.kv_cache import RaggedCache
-    from specdec.models.runner import PassOutput, Runner
+    from specdec.models.runner import PassOutput, Runner, Shapes
 
 Tokens = Sequence[int] | np.ndarray
 MOST_NODES = WIDEST - 1  # of a tree: the newest token is fed as well
@@ -216,6 +217,8 @@ class DraftContext:
     separate: what a drafter knows of a row ends with it, so that a row's drafts (and under leviathan its text) do not
         depend on earlier rows in its slot; False: a slot's rows follow one another as in llama.cpp
     target, cache: the target's runner and cache, for drafters that use its layers, states, embeddings or head
+    costs, shapes: what passes cost, if a strategy chooses tree sizes (`sizes_trees`), and the passes that there are
+    keeps_text: the text is plain decoding's, whatever is drafted
     """
 
     batch: int
@@ -230,6 +233,9 @@ class DraftContext:
     separate: bool = False
     target: Runner | None = None
     cache: RaggedCache | None = None
+    costs: CostTable | None = None
+    shapes: Shapes | None = None
+    keeps_text: bool = False
 
     @property
     def embedding(self) -> Any:
@@ -286,6 +292,11 @@ class Drafter:
     def tree_nodes(self) -> int:
         """Most nodes of its trees, if more than a verify pass usually takes; else 0."""
         return 0
+
+    @property
+    def sizes_trees(self) -> bool:
+        """True if it chooses how large its trees are from the cost table of the call."""
+        return False
 
     @property
     def observed_layers(self) -> tuple[int, ...] | None:

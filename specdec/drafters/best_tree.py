@@ -79,11 +79,13 @@ class Tree(Buffers):
     tokens: draft ids as grown, int64 [B, N]
     parents: the node that each node follows, -1 = the newest token, int64 [B, N]
     scores: log-probability of each node's path, float32 [B, N]
+    curve: probabilities of all paths to a level within the best nodes, summed, float32 [B, levels, sizes]
     """
 
     tokens: Tensor
     parents: Tensor
     scores: Tensor
+    curve: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -141,19 +143,41 @@ class Candidates:
             scores.gather(1, chosen),
         )
 
+    def ranked(self, nodes: int, sizes: Sequence[int]) -> Tree:
+        """The same tree with its nodes in the order of their scores, so that the best n are the first n; and its curve
+        for these sizes."""
+        scores, k = torch.cat(self.scores, dim=1), self.top_k
+        order = scores.sort(dim=1, descending=True, stable=True).indices
+        places = torch.arange(order.shape[1], device=order.device).expand_as(order)
+        place = torch.empty_like(order).scatter(1, order, places)  # of each candidate in the order
+        chosen = order[:, :nodes]
+        parents, best = (torch.cat(self.parents, dim=1).gather(1, chosen), scores.gather(1, chosen))
+        level = (chosen - k).div(k * k, rounding_mode="floor") + 1  # 0 for the first `top_k` candidates
+        at = level[:, None] == torch.arange(len(self.scores), device=order.device)[:, None]  # [B, levels, nodes]
+        sums = torch.where(at, best.exp()[:, None], 0.0).cumsum(-1)
+        return Tree(
+            torch.cat(self.tokens, dim=1).gather(1, chosen),
+            torch.where(parents < 0, -1, place.gather(1, parents.clamp(min=0))),
+            best,
+            torch.stack([sums[..., min(n, nodes) - 1] for n in sizes], dim=-1),
+        )
+
 
 def _finite(log_probs: Tensor) -> Tensor:
     """Replace NaN by -inf: a broken draft proposes what will be rejected, also in trees."""
     return torch.where(log_probs.isnan(), float("-inf"), log_probs)
 
 
-def grow(log_probs: Tensor, size: TreeSize, evaluate: Callable[[int, Frontier], Tensor]) -> Tree:
+def grow(
+    log_probs: Tensor, size: TreeSize, evaluate: Callable[[int, Frontier], Tensor], sizes: Sequence[int] = ()
+) -> Tree:
     """Grow trees. log_probs: after the newest token, [B, V_d]; `evaluate(level, frontier)` returns those after each
-    node of the frontier, [B, K, V_d]; levels count from 1."""
+    node of the frontier, [B, K, V_d]; levels count from 1. sizes: number nodes by their scores, with a curve for these
+    sizes."""
     candidates = Candidates(log_probs, size)
     for level in range(1, size.depth + 1):
         candidates.extend(evaluate(level, candidates.frontier))
-    return candidates.best(size.nodes)
+    return candidates.ranked(size.nodes, sizes) if sizes else candidates.best(size.nodes)
 
 
 class Levels:

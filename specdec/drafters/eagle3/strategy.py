@@ -2,8 +2,9 @@
 
 Source: EAGLE-3 (Li et al. 2025), and EAGLE-1/2 for heads of theirs. Parameters: `head`, a folder as other tools publish
 it (formats.py) or an `EagleHead`; `n_max`, tokens of a chain; `nodes` > 0 makes trees of so many nodes instead, with
-`top_k` and `depth` as EAGLE-2 has them (dynamic_tree.py); `tree` makes trees of a fixed shape, as draft-model's
-(drafters/planned_tree.py); `config`, fields of `HeadConfig` that are to have other values than the folder says.
+`top_k` and `depth` as EAGLE-2 has them (dynamic_tree.py), "auto" of as many nodes and levels as pay (auto_tree.py);
+`tree` makes trees of a fixed shape, as draft-model's (drafters/planned_tree.py); `config`, fields of `HeadConfig` that
+are to have other values than the folder says.
 
 Chains and trees of a fixed shape are sampled where the acceptance rule wants it: q is the head's distribution over the
 target's vocabulary, after the same processors as the target's; tokens without a draft id have q = 0. Dynamic trees are
@@ -39,6 +40,7 @@ from specdec.drafters.base import (
 )
 from specdec.drafters.best_tree import Tree, TreeSize, grow
 from specdec.drafters.draft_model.steps import Proposal, recordable
+from specdec.drafters.eagle3.auto_tree import MOST, AutoTrees
 from specdec.drafters.eagle3.dynamic_tree import TreePasses
 from specdec.drafters.eagle3.formats import check_fit, load_head
 from specdec.drafters.eagle3.head import EagleHead
@@ -72,7 +74,7 @@ class Eagle3(Drafter):
 
     head: Any = None
     n_max: int = 5
-    nodes: int = 0
+    nodes: int | str = 0
     top_k: int = 10
     depth: int = 7
     tree: Any = None
@@ -92,6 +94,7 @@ class Eagle3(Drafter):
     _layers: tuple[int, ...] = field(init=False, repr=False, compare=False, default=())
     _spent: tuple[int, float] = field(init=False, repr=False, compare=False, default=(0, 0.0))
     _rows: HeadRows | None = field(init=False, repr=False, compare=False, default=None)
+    _auto: AutoTrees | None = field(init=False, repr=False, compare=False, default=None)
     _before: HeadRows | None = field(init=False, repr=False, compare=False, default=None)
 
     def __post_init__(self) -> None:
@@ -101,7 +104,8 @@ class Eagle3(Drafter):
                 "or an EagleHead"
             )
         check_whole("eagle3: n_max", self.n_max, 1)
-        check_whole("eagle3: nodes", self.nodes, 0)
+        if self.nodes != "auto":
+            check_whole('eagle3: nodes (or "auto")', self.nodes, 0)
         check_whole("eagle3: top_k", self.top_k, 1)
         check_whole("eagle3: depth", self.depth, 0)
         if isinstance(self.head, EagleHead):
@@ -130,11 +134,15 @@ class Eagle3(Drafter):
 
     @property
     def makes_trees(self) -> bool:
-        return self.nodes > 0 or self.tree is not None
+        return self.nodes != 0 or self.tree is not None
+
+    @property
+    def sizes_trees(self) -> bool:
+        return self.nodes == "auto"
 
     @property
     def tree_nodes(self) -> int:
-        return len(plan_parents(self.tree)) if self.tree is not None else self.nodes
+        return len(plan_parents(self.tree)) if self.tree is not None else self._size.nodes if self.nodes else 0
 
     @property
     def _drafted_slots(self) -> int:
@@ -143,7 +151,9 @@ class Eagle3(Drafter):
 
     @property
     def _size(self) -> TreeSize:
-        return TreeSize(self.top_k, self.depth, self.nodes)
+        if self.nodes != "auto":
+            return TreeSize(self.top_k, self.depth, int(self.nodes))
+        return TreeSize(self.top_k, self.depth, min(MOST, TreeSize(self.top_k, self.depth).candidates))
 
     @property
     def observed_layers(self) -> tuple[int, ...]:
@@ -162,6 +172,11 @@ class Eagle3(Drafter):
             made._layers = self._observed(target.config.num_hidden_layers)
             embedding, lm_head = context.embedding, context.head
         self._head.borrow(embedding, lm_head)
+        if self.sizes_trees:
+            # A pass of the head is its layers and `fc`; a plain pass is the target's layers.
+            layer = self.step_share if target is None else 1 / target.config.num_hidden_layers
+            share = (1 + self._head.config.num_hidden_layers) * layer
+            made._auto = AutoTrees(self._size, context, share)
         return made
 
     def _observed(self, blocks: int) -> tuple[int, ...]:
@@ -204,6 +219,8 @@ class Eagle3(Drafter):
             self._rows.observe(output, states)
 
     def begin(self, row: int, prompt: Tokens) -> None:
+        if self._auto is not None:
+            self._auto.begin(row)
         if self._rows is None and self._before is not None:
             self._make_rows(self._before.device, self._before.dtype)
         if self._rows is not None:
@@ -212,6 +229,10 @@ class Eagle3(Drafter):
     def accept_path(self, row: int, nodes: Sequence[int]) -> None:
         if self._rows is not None:
             self._rows.accept_path(row, nodes)
+
+    def accept(self, row: int, n_accepted: int, is_other: bool) -> None:
+        if self._auto is not None and not is_other:
+            self._auto.accept(row, n_accepted)
 
     def _make_rows(self, device: torch.device, dtype: torch.dtype) -> None:
         """Rows on the target's device. A head that was read from a folder takes the target's dtype as well."""
@@ -302,21 +323,36 @@ class Eagle3(Drafter):
         return Proposal(torch.stack(tokens, dim=1), None, torch.stack(qs, dim=1) if qs else None)
 
     def _trees(self, rows: HeadRows, requests: Sequence[DraftRequest]) -> dict[int, Draft]:
-        """Dynamic trees by row, of as many nodes as a verify pass takes."""
-        size = replace(self._size, nodes=min(self.nodes, self._context.nodes))
+        """Dynamic trees by row, of as many nodes as a verify pass takes, or as pay."""
+        if self._auto is None:
+            size = replace(self._size, nodes=min(self._size.nodes, self._context.nodes))
+            tree = self._grown(rows, requests, size)
+            return {r.row: self._tree(tree, r.row, size.nodes, size.depth + 1) for r in requests}
+        chosen = self._auto.choose(requests)
+        levels = max(levels for _, levels in chosen.values())
+        if not levels:
+            return {}
+        tree = self._grown(rows, requests, self._auto.grown(levels), tuple(self._auto.sizes))
+        assert tree.curve is not None
+        self._auto.keep(tree.curve)
+        return {row: self._tree(tree, row, *size) for row, size in chosen.items() if size[0]}
+
+    def _grown(
+        self, rows: HeadRows, requests: Sequence[DraftRequest], size: TreeSize, sizes: tuple[int, ...] = ()
+    ) -> Tree:
+        """The trees of all rows. sizes: with nodes in the order of their scores, and a curve for these sizes."""
         inputs, kv_len = rows.plan(requests), rows.kv_len(requests, size.slots)
-        key = TreeKey(inputs.tokens.shape[1], kv_len, size)
+        key = TreeKey(inputs.tokens.shape[1], kv_len, (size, sizes))
 
         def grown(given: HeadInputs) -> Tree:
             logits, features, held = rows.first(given, kv_len)
             passes = TreePasses(self._head, rows.masks, rows.cache, size.widths, kv_len)
             passes.start(features, held)
-            tree = grow(logits.float().log_softmax(dim=-1), size, passes)
+            tree = grow(logits.float().log_softmax(dim=-1), size, passes, sizes)
             return replace(tree, tokens=self._head.to_target(tree.tokens))
 
         rows.passes += 1 + size.depth
-        tree = self._run(rows, key, inputs, grown)
-        return {r.row: self._tree(tree, r.row, size) for r in requests}
+        return self._run(rows, key, inputs, grown)
 
     def _planned(self, rows: HeadRows, requests: Sequence[DraftRequest]) -> dict[int, Draft]:
         """Trees of a fixed shape by row, as far as a verify pass takes it."""
@@ -351,5 +387,6 @@ class Eagle3(Drafter):
             drafts[r.row] = Draft(trees.tokens[r.row], shape.parents, q, self.name)
         return drafts
 
-    def _tree(self, tree: Tree, row: int, size: TreeSize) -> Draft:
-        return Draft(tree.tokens[row], tree.parents[row], None, self.name, levels=size.depth + 1, siblings=size.top_k)
+    def _tree(self, tree: Tree, row: int, nodes: int, levels: int) -> Draft:
+        tokens, parents = tree.tokens[row, :nodes], tree.parents[row, :nodes]
+        return Draft(tokens, parents, None, self.name, levels=levels, siblings=self.top_k)
