@@ -351,7 +351,8 @@ def baselines_block(result: Result) -> str:
         f"{made_with(result, 'specdec ablate')} {prompts} prompts; {gate['compared'] - len(gate['differing'])} of "
         f"{gate['compared']} comparable rows have plain decoding's text."
     )
-    heads = ["setting", "tokens/round", "accepted per tested", "accepted per drafted", "distance to p (lossy rules)"]
+    rates = ("tokens per round", "accepted per tested", "accepted per drafted")
+    heads = ["setting", *rates, "distance to p (lossy rules)"]
     return f"{said}\n\n{markdown(heads, rows)}\n\n![cost and acceptance of the baselines](images/plot_baselines.png)"
 
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from specdec.errors import SpecdecError, unknown_name
-from specdec.research.ablation.look import error_bars, finish, make_axes, shares, shift
+from specdec.research.ablation.look import LEAST_TESTED, error_bars, finish, make_axes, shares, shift
 from specdec.research.bench_results import BenchResults
 from specdec.research.bootstrap import Interval
 from specdec.research.colours import looks
@@ -28,7 +28,8 @@ def facets(
     panel: str | None = None,
     ax: Any = None,
 ) -> Figure:
-    """Draw a figure with its 95 % intervals.
+    """Draw a figure with its 95 % intervals, on one scale in all panels. Positions at which fewer than `LEAST_TESTED`
+    tokens were tested are left out.
 
     results: `Results`, or what `Results.load` takes, a benchmark's document too; `.where(...)` filters.
     figure: a figure of `Results.by`.
@@ -43,6 +44,7 @@ def facets(
     names = tuple(dict.fromkeys(dimensions))
     rows = found.by(*names).rows
     rows = [r for r in rows if r[x] is not None] or rows  # plain decoding has no k
+    rows = [r for r in rows if r.get("tested", LEAST_TESTED) >= LEAST_TESTED] or rows
     if not isinstance(rows[0].get(figure), Interval):
         raise unknown_name("figure", figure, [n for n, v in rows[0].items() if isinstance(v, Interval)])
     titles = list(dict.fromkeys(r[panel] for r in rows)) if panel is not None else [None]
@@ -62,6 +64,10 @@ def facets(
         place.set_title("" if title is None else f"{panel} = {title}", fontsize=10)
         place.grid(alpha=0.25)
         place.set_xticks(places if numbers else range(len(places)), [str(p) for p in places])
+    if made is not None:
+        low, high = zip(*(place.get_ylim() for place in axes), strict=True)
+        for place in axes:
+            place.set_ylim(min(low), max(high))
     labelled = found.rows if isinstance(found, Results) else ()
     finish(axes, made, shares((str(value), r) for r in labelled for value in _values(r, colour)))
     return axes[0].figure  # type: ignore[no-any-return]

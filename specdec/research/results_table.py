@@ -17,7 +17,7 @@ from specdec.research.bootstrap import Interval
 from specdec.stats import PER_DRAFTED_ROUND, RATES
 
 IN_WORDS = {name: words for words, name in RATES.items()} | {
-    "tokens_per_round": "tokens/round", "tokens_per_second": "tokens/s", "speedup": "speed-up",
+    "tokens_per_round": "tokens per round", "tokens_per_second": "tokens/s", "speedup": "speed-up",
     "decode_speedup": "speed-up without prefill", "predicted_speedup": "predicted",
     "acceptance_rate": PER_DRAFTED_ROUND,
     "least_p": "p at least", "loop_share": "in loops", "strategies": "chain", "temperature": "T",

@@ -251,6 +251,9 @@ def test_facets_draw_any_figure_against_any_axis(rows: list[Any]) -> None:
     both = [{**r, "category": c, "prompt": r["prompt"] + c} for c in ("x", "y") for r in rows]
     figure = facets(both, "draft_acceptance_rate", x="position", colour="strategy", panel="category")
     assert [a.get_title() for a in figure.axes] == ["category = x", "category = y"]
+    assert len({a.get_ylim() for a in figure.axes}) == 1, "panels are on one scale"
+    few = facets([r for r in rows if r["prompt"] == "a"], x="position", colour="strategy")
+    assert len(lines(few)["draft-model"][0]) == 1, "four tokens were tested at position 2"
     x, y = lines(figure)["draft-model"]
     assert y == [pytest.approx((8 + 8) / (16 + 10)), pytest.approx(6 / 10)]
     assert x == [1 - BESIDE / 2, 2 - BESIDE / 2], "beside the other strategy's"

@@ -117,7 +117,13 @@ def test_csv_and_data_frame_have_the_same_columns(rows: list[Any], tmp_path: Pat
 def test_latex_has_rules_intervals_and_escaped_names(rows: list[Any]) -> None:
     made = Results.load(rows).by("category").to_latex(figures=["tokens_per_round", "rounds"])
     assert r"a\_b \& c" in made
-    for part in (r"\toprule", r"\midrule", r"\bottomrule", r"\begin{tabular}{lrr}", "category & tokens/round & rounds"):
+    for part in (
+        r"\toprule",
+        r"\midrule",
+        r"\bottomrule",
+        r"\begin{tabular}{lrr}",
+        "category & tokens per round & rounds",
+    ):
         assert part in made
     assert "--$" in made  # an interval
     assert escape_latex("50% of {x}\\") == r"50\% of \{x\}\textbackslash{}"
@@ -157,7 +163,7 @@ def test_a_named_baseline_pairs_the_settings_and_says_the_least_p(rows: list[Any
     difference = value(table, "tokens_per_round_difference", setting="draft k=1")
     assert difference == pytest.approx(12 / 8 - 12 / 11)
     assert value(table, "least_p", setting="draft k=1") == least_p(3) == 2 / 2**3
-    assert table.text_table().heads[3:5] == ["tokens/round: difference", "tokens/round: p"]
+    assert table.text_table().heads[3:5] == ["tokens per round: difference", "tokens per round: p"]
 
 
 @pytest.mark.parametrize("n", [2, 5, 13])

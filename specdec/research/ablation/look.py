@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FEW = 3  # entries of a legend inside the axes
+LEAST_TESTED = 5  # tokens of a point that is plotted
 MARKED = 0.01  # loop share from which a legend says it
 BESIDE, DODGE = 0.12, 0.5  # of the distance between two places: from line to line, and at most for all together
 COLUMNS = 3  # panels in a row

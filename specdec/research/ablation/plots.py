@@ -19,7 +19,7 @@ import numpy as np
 
 from specdec.config import check_whole
 from specdec.errors import SpecdecError
-from specdec.research.ablation.look import Look, curve, error_bars, shift
+from specdec.research.ablation.look import LEAST_TESTED, Look, curve, error_bars, shift
 from specdec.research.ablation.plot_table import PAIRED, ROUNDS, of_table
 from specdec.research.ablation.summary import (
     by_setting,
@@ -39,7 +39,6 @@ from specdec.stats import PER_TESTED, RoundRecord
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-LEAST_TESTED = 5  # tokens of a point that is plotted
 MOST_COLOURS = 8  # settings of a scatter plot that colours tell apart
 TIME_BINS, CONTEXT_BINS = 12, 8
 THEORY_POINTS = 256  # at most, of a theory's line
@@ -119,7 +118,7 @@ def cost_acceptance_pareto(rows: list[Row], axes: Any, look: Look) -> None:
             points.append((name, cost, costs["tokens_per_round"]))
     if not points:
         raise SpecdecError("the results table has no drafting setting with plain rows")
-    _label(axes, "cost of a round in plain passes", "tokens a round")
+    _label(axes, "cost of a round in plain passes", IN_WORDS["tokens_per_round"])
     widest = max(cost for _, cost, _ in points) * 1.08
     for gain in (0.5, 1.0, 1.5, 2.0, 3.0):
         axes.plot([0, widest], [0, gain * widest], color="lightgrey", linewidth=0.8, zorder=0)
