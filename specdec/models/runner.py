@@ -32,7 +32,7 @@ from specdec.errors import SpecdecError
 from specdec.models.adapters import Chosen, base_of
 from specdec.models.alibi import Alibi
 from specdec.models.attention import Mask, MaskBuilder, check_attention, fastest
-from specdec.models.compile_layers import CompiledFunction, Forward, compiled_before, compiled_forward
+from specdec.models.compile_layers import CompiledFunction, CompiledLayers, Forward, compiled_before, compiled_forward
 from specdec.models.fuse_projections import Fusion
 from specdec.models.kinds import layer_configs
 from specdec.models.kv_cache import CachePool, RaggedCache, compiled_slots, rounded_up
@@ -480,6 +480,8 @@ class Runner:
             # What dynamo traces in parts may be compiled again in every pass: only where it is asked for.
             how: dict[str, Any] = {"parts": self.compile != "auto", "give_up": self._stop_compiling}
             self.compiled = compiled_forward(self.view.model, self.config, self.mode, **how)
+            if self.compile == "auto" and not isinstance(self.compiled, CompiledLayers):
+                self._stop_compiling("its layers are not found, and as a whole it takes a minute a shape")
 
     def _stop_compiling(self, reason: str) -> None:
         """Record passes without compiled code from now on."""

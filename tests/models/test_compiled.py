@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import specdec
+from specdec.device.graphs import Choice
 from specdec.models.compile_layers import (
     CompiledFunction,
     CompiledLayers,
@@ -162,6 +163,17 @@ def test_a_layer_that_breaks_the_graph_is_compiled_in_parts(caplog: pytest.LogCa
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
     assert not runner.compiled.compiler.whole
     assert [r.getMessage() for r in caplog.records if "compiled in parts" in r.getMessage()]
+
+
+@pytest.mark.parametrize(("layers", "mode"), [(3, "max"), (1, "graph")])
+def test_auto_compiles_no_model_as_a_whole(layers: int, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Runner, "_choose_mode", lambda self, layers: Choice("max"))
+    model = tiny_model("llama", num_hidden_layers=layers)
+    runner = Runner(model, compile="auto", recorder=Rerun())
+    report = runner.compile_report(runner.recorded)
+    assert (runner.mode, runner.compiled is None, "reason" in report) == (mode, mode == "graph", mode == "graph")
+    assert runner.pool.coarse == (mode == "max")
+    assert Runner(model, compile="max", recorder=Rerun()).mode == "max"
 
 
 class Breaking(nn.Module):
