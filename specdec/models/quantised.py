@@ -1,9 +1,10 @@
 """Models with quantised modules, and whether speculation may change their text.
 
 Weights in few bits are harmless: each token's logits are computed from the same numbers. Activations in few bits are
-not: they are rounded in each pass, with a scale that all tokens of the pass share (torch.ao), or so coarsely that
-differences of the last bit between two passes become large (torchao). A target's text would then depend on what was
-drafted, so it is refused; as a draft such a model is as good as any.
+not: they are rounded in each pass, with a scale that all tokens of the pass share (torch.ao), with outliers that any of
+them can make (bitsandbytes), or so coarsely that differences of the last bit between two passes become large (the
+others). A target's text would then depend on what was drafted, so it is refused; as a draft such a model is as good as
+any.
 """
 
 from __future__ import annotations
@@ -19,6 +20,11 @@ from specdec.errors import SpecdecError
 
 # Modules whose results have their own scale; those with float16 weights do not use it.
 QUANTISED_ACTIVATIONS = ("torch.ao.nn.quantized", "torch.nn.quantized")
+# Modules by package and name that round what they are given before they multiply.
+ROUNDING = {
+    "bitsandbytes": ("Linear8bitLt",),
+    "transformers": ("FP8Linear", "FP8Expert", "FP8Experts", "FbgemmFp8Linear", "BitLinear", "AutoBitLinear"),
+}
 
 
 def weight_of(module: nn.Module) -> Tensor | None:
@@ -43,6 +49,12 @@ def rounds_activations(model: nn.Module) -> str | None:
     """Name what rounds a model's activations to few bits; None if nothing does."""
     for module in model.modules():
         kind = type(module)
+        package = kind.__module__.split(".")[0]
+        # optimum-quanto's and compressed-tensors' modules say so themselves.
+        scheme = getattr(module, "quantization_scheme", None)
+        told = getattr(module, "activation_qtype", None) or getattr(scheme, "input_activations", None)
+        if told is not None or kind.__name__ in ROUNDING.get(package, ()):
+            return f"{package}'s {kind.__name__}"
         if kind.__module__.startswith(QUANTISED_ACTIVATIONS):
             packed = getattr(module, "_packed_params", None)
             if hasattr(module, "scale") and getattr(packed, "dtype", None) is not torch.float16:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import shutil
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +19,7 @@ from specdec.decoding.provenance import WeightHash
 from specdec.errors import SpecdecError
 from tests.helpers.playing import generated_by_transformers
 from tests.helpers.tiny import tiny_model
+from tests.helpers.tokens import word_level
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
 
@@ -184,3 +189,60 @@ def test_quantised_weights_are_hashed_and_watched(kind: str) -> None:
     out = dec.generate([text], 8, keep_state=True)
     assert out.provenance["dropped_state"] == ["target"]
     assert out.token_ids[0] == generated_by_transformers(a, text, 8)
+
+
+# -- through transformers' loader --------------------------------------------------------------------------------------
+
+QUANTISED_BY: dict[str, tuple[str, dict[str, Any]]] = {
+    "bitsandbytes 4 bits": ("bitsandbytes", {"quant_method": "bitsandbytes", "load_in_4bit": True}),
+    "quanto 8 bits": ("optimum.quanto", {"quant_method": "quanto", "weights": "int8"}),
+}
+EIGHT_BITS = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model("llama", hidden_size=128, intermediate_size=128).save_pretrained(folder)
+    word_level([f"w{i}" for i in range(128)]).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("kind", QUANTISED_BY)
+def test_a_config_file_may_ask_for_quantised_weights(kind: str, checkpoint: str) -> None:
+    package, options = QUANTISED_BY[kind]
+    pytest.importorskip(package, reason=f"{package} is not installed: an optional package")
+    dec = specdec.SpeculativeDecoder.from_pretrained(
+        checkpoint, checkpoint, device="cpu", quantization_config=options, strategies=["draft-model:n_max=3"]
+    )
+    out = dec.generate(PROMPT, 16)
+    assert out.token_ids[0] == generated_by_transformers(dec.target.model, PROMPT, 16)
+    assert out.stats.accepted_tokens > 0
+    assert dec.resolve_exact("auto") is False
+
+
+def test_eight_bits_of_bitsandbytes_round_activations_so_only_a_draft_may_have_them(checkpoint: str) -> None:
+    """Its outliers are columns in which any token of the pass is large."""
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: an optional package")
+    options = {"device": "cpu", "strategies": ["draft-model:n_max=3"]}
+    with pytest.raises(SpecdecError, match="target: bitsandbytes's Linear8bitLt rounds activations"):
+        specdec.SpeculativeDecoder.from_pretrained(checkpoint, quantization_config=EIGHT_BITS, device="cpu")
+    dec = specdec.SpeculativeDecoder.from_pretrained(
+        checkpoint, checkpoint, draft_quantization_config=EIGHT_BITS, draft_dtype="float16", **options
+    )
+    out = dec.generate(PROMPT, 16)
+    assert out.token_ids[0] == generated_by_transformers(dec.target.model, PROMPT, 16)
+    assert out.stats.accepted_tokens > 0
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_what_a_quantised_checkpoint_lacks_is_named(method: str, checkpoint: str, tmp_path: Path) -> None:
+    """Their kernels do not install on a CPU."""
+    if importlib.util.find_spec("gptqmodel") is not None:
+        pytest.skip("gptqmodel is installed")
+    shutil.copytree(checkpoint, tmp_path / "m")
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": method, "bits": 4, "group_size": 32}
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SpecdecError, match=r"cannot load .*(gptq|GPTQ|AWQ|optimum|gptqmodel)"):
+        specdec.SpeculativeDecoder.from_pretrained(tmp_path / "m", device="cpu")
