@@ -453,7 +453,11 @@ BLOCKS = [
     Block("specdec/demo_models/MODEL_CARD.md", ["../specdec/demo_models/metrics"], each(head_block), "head"),
     Block("docs/trees.md", ["trees_cpu"], each(tree_block), "trees"),
     Block("docs/trees.md", ["tree_shapes_cpu"], each(shapes_block), "shapes"),
-    Block("docs/benchmarks.md", [f"bench_{name}" for name in ("h100", "h100_all", "cpu", "batches")], bench_blocks),
+    Block(
+        "docs/benchmarks.md",
+        [f"bench_{name}" for name in ("defaults", "h100", "h100_all", "cpu", "batches")],
+        bench_blocks,
+    ),
     Block("docs/losslessness.md", ["laws"], each(laws_block)),
     Block("docs/analysis.md", ["what_if_embedded", "what_if_smollm2"], what_if_block),
     Block("docs/ablation.md", ["ablation_overhead"], each(ablation_block)),
