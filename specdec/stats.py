@@ -44,7 +44,7 @@ class Counters:
     `n_gen_...` and `n_acc_...` end where the text ends, as all figures do (upstream counts a whole draft, and an end of
     text as the target's own); calls are counted as upstream does.
 
-    n_skipped: requests in which automatic length skipped the strategy
+    n_skipped: requests in which automatic length or tree size skipped the strategy
     n_asked_per_length[n]: requests of automatic length for n tokens to verify
     """
 

@@ -86,6 +86,8 @@ class Chain:
             proposed = _checked(label, drafter.draft(list(asked.values())), len(asked))
             _check_trees(drafter, label, proposed)
             counters.n_call_draft += 1
+            if drafter.sizes_trees:
+                counters.n_skipped += sum(len(draft) == 0 for draft in proposed)
             if index + 1 < len(self.drafters):
                 proposed = self._resolve(proposed)
             for (i, request), draft in zip(asked.items(), proposed, strict=True):

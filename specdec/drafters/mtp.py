@@ -30,6 +30,12 @@ if TYPE_CHECKING:
     from transformers.modeling_layers import MtpModel
 
 
+class MtpConfig(HeadConfig):
+    """The shape of a layer for MTP."""
+
+    strategy = "mtp"
+
+
 class MtpHead:
     """A layer of transformers' with the parts of an EAGLE head that rows and strategy use. Tables are the target's."""
 
@@ -45,7 +51,7 @@ class MtpHead:
         named = inspect.signature(type(self.model.layers[0]).forward).parameters
         self.cache_name = "cache" if "cache" in named else "past_key_values"
         self.borrowed: dict[str, Any] = {}
-        self.config = HeadConfig(
+        self.config = MtpConfig(
             version=1, hidden_size=config.hidden_size, intermediate_size=config.intermediate_size,
             num_attention_heads=config.num_attention_heads, num_key_value_heads=config.num_key_value_heads,
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ import pytest
 from specdec import Draft, EarlyExit, SpeculativeDecoder
 from specdec.drafters import Eagle3
 from specdec.drafters.base import RowDrafter
+from specdec.drafters.dflash.strategy import DFlash
 from specdec.stats import Counters, DraftWarning, RoundRecord, Stats
+from tests.drafters.test_dflash import head_config, saved
 from tests.helpers.eagle3 import random_head
 from tests.helpers.playing import Scripted, random_ids, rest_of, right_until
 from tests.helpers.tiny import tiny_model
@@ -65,14 +68,29 @@ def test_an_unrelated_draft_model_is_named(strategies: Any, options: dict[str, A
 
 
 @pytest.mark.parametrize(
-    ("strategy", "cause"),
-    [("early-exit", "train an adapter"), ("eagle3", "layer_ids has two conventions")],
+    ("strategy", "options", "cause"),
+    [
+        ("early-exit", {"layers": 1, "n_max": 2}, "train an adapter"),
+        ("eagle3", {"n_max": 2}, "layer_ids has two conventions"),
+        ("eagle3", {"nodes": 6, "top_k": 3, "depth": 1}, "layer_ids has two conventions"),
+        ("eagle3", {"nodes": "auto", "top_k": 3, "depth": 1}, "layer_ids has two conventions"),
+        ("dflash", {"n_max": 2}, "mask_token_id"),
+    ],
+    ids=str,
 )
-def test_every_strategy_that_runs_a_model_names_its_own_causes(strategy: str, cause: str) -> None:
+def test_every_strategy_that_runs_a_model_names_its_own_causes(
+    strategy: str, options: dict[str, Any], cause: str, tmp_path: Path
+) -> None:
     target = tiny_model("llama", vocab=V, seed=0, num_hidden_layers=12, initializer_range=0.5)
-    head = random_head(vocab_size=V, draft_vocab_size=V, hidden_size=32, target_hidden_size=32, head_dim=8)
-    drafter = EarlyExit(layers=1, n_max=2) if strategy == "early-exit" else Eagle3(head=head, n_max=2)
-    [text] = said([drafter], pair=SpeculativeDecoder(target, check=False))
+    drafter: Any
+    if strategy == "early-exit":
+        drafter = EarlyExit(**options)
+    elif strategy == "eagle3":
+        head = random_head(vocab_size=V, draft_vocab_size=V, hidden_size=32, target_hidden_size=32, head_dim=8)
+        drafter = Eagle3(head=head, **options)
+    else:
+        drafter = DFlash(saved(tmp_path, head_config(target, [1])), **options)
+    [text] = said([drafter], pair=SpeculativeDecoder(target, check=False), n=60)
     assert text.startswith(f"strategy '{strategy}' contributes nothing: ")
     assert cause in text
     assert PAIR not in text

@@ -217,3 +217,15 @@ def test_a_head_for_another_target_is_refused_by_name(tmp_path: Path) -> None:
     head = saved(tmp_path, head_config(tiny_model("llama", num_hidden_layers=4), [1]))
     with pytest.raises(SpecdecError, match="dflash: the head is for a vocabulary"):
         SpeculativeDecoder(tiny_model("llama", vocab=30), check=False).generate([[1]], 4, strategies=[DFlash(head)])
+
+
+def test_what_is_said_of_a_head_names_dflash(tmp_path: Path) -> None:
+    target = tiny_model("llama", num_hidden_layers=4)
+    with pytest.raises(SpecdecError, match=r"^dflash: there is no folder"):
+        DFlash(tmp_path / "none")
+    far = DFlash(saved(tmp_path / "far", head_config(target, [9])))
+    with pytest.raises(SpecdecError, match=r"^dflash: the layers .* cannot be observed"):
+        SpeculativeDecoder(target, check=False).generate([[1]], 4, strategies=[far])
+    rope = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}
+    with pytest.raises(SpecdecError, match=r"^dflash: heads with rope_type"):
+        DFlash(saved(tmp_path / "rope", head_config(target, [1], **rope)))

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, Glm4MoeConfig
 from specdec import SpecdecError, SpeculativeDecoder
 from specdec.drafters.mtp import Mtp, MtpHead
 from specdec.models.runner import Runner
+from specdec.stats import DraftWarning
 from tests.helpers.laws import cell, fit, samples, three_token_law
 from tests.helpers.playing import check_counts
 from tests.helpers.recording import Rerun
@@ -137,3 +138,10 @@ def test_targets_and_heads_that_do_not_fit_are_refused() -> None:
         MtpHead(pair("glm4_moe", layers=2)[1])
     with pytest.raises(SpecdecError, match="MtpModel, got str"):
         Mtp("folder")
+
+
+def test_a_layer_that_is_never_right_is_named_with_its_causes() -> None:
+    target, mtp = pair("glm4_moe", vocab=400)
+    prompts = [[i, i + 1, i + 2] for i in range(1, 9)]
+    with pytest.warns(DraftWarning, match="'mtp' contributes nothing.*Look at the target"):
+        SpeculativeDecoder(target, check=False).generate(prompts, 40, strategies=[Mtp(mtp)])

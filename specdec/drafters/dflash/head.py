@@ -28,6 +28,12 @@ from specdec.models.attention import ragged_attention
 from specdec.models.kv_cache import RaggedCache
 
 
+class BlockConfig(HeadConfig):
+    """What a DFlash head's forward pass depends on."""
+
+    strategy = "dflash"
+
+
 class BlockAttention(HeadAttention):
     """Attends from the block to features and block, over the aimed slots of a cache: features first, then the block."""
 
@@ -130,7 +136,7 @@ def describe(given: Mapping[str, Any], mask: int | None = None) -> Described:
         raise SpecdecError(
             f"dflash: config.json has the mask_token_id {mask!r}; give the id of the mask token as mask_token_id=ID"
         )
-    config = HeadConfig(
+    config = BlockConfig(
         version=3, hidden_size=qwen.hidden_size, intermediate_size=qwen.intermediate_size,
         num_attention_heads=qwen.num_attention_heads, num_key_value_heads=qwen.num_key_value_heads,
         head_dim=qwen.head_dim, vocab_size=qwen.vocab_size, draft_vocab_size=qwen.vocab_size,
@@ -152,7 +158,7 @@ def default_layers(target: int, draft: int) -> list[int]:
 
 def load_block_head(source: Any, mask: int | None = None) -> BlockHead:
     """Read a folder. Raises SpecdecError for a head that is damaged or of another kind."""
-    given, state = read_folder(source)
+    given, state = read_folder(source, "dflash")
     described = describe(given, mask)
     state = {name.removeprefix("model."): tensor for name, tensor in state.items() if "rotary_emb" not in name}
     with torch.device("meta"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from specdec.errors import SpecdecError
 
@@ -61,6 +61,7 @@ class HeadConfig:
     tied: bool = False
     own_embedding: bool = True
     own_lm_head: bool = True
+    strategy: ClassVar[str] = "eagle3"  # whose head it is, for messages
 
     @property
     def observed_size(self) -> int:
@@ -78,8 +79,8 @@ class HeadConfig:
         if not 0 <= min(ids) <= max(ids) <= blocks or list(ids) != sorted(set(ids)):
             given = "the default layers" if self.layer_ids is None else "the layers"
             raise SpecdecError(
-                f"eagle3: {given} {list(ids)} cannot be observed in a target of {blocks} blocks; give layer_ids that "
-                f"ascend from 0 to at most {blocks}"
+                f"{self.strategy}: {given} {list(ids)} cannot be observed in a target of {blocks} blocks; give "
+                f"layer_ids that ascend from 0 to at most {blocks}"
             )
         return ids
 

@@ -61,7 +61,9 @@ def rope_frequencies(config: HeadConfig) -> tuple[Tensor, float]:
         return config.rope["rope_theta"] ** -(torch.arange(0, width, 2, dtype=torch.float32) / width), 1.0
     known = sorted({"default", *ROPE_INIT_FUNCTIONS} - {"dynamic", "longrope"})
     if kind not in known:
-        raise SpecdecError(f"eagle3: heads with rope_type {kind!r} are not supported: {', '.join(known)} are")
+        raise SpecdecError(
+            f"{config.strategy}: heads with rope_type {kind!r} are not supported: {', '.join(known)} are"
+        )
     try:
         carrier = LlamaConfig(
             hidden_size=config.hidden_size,
@@ -73,7 +75,9 @@ def rope_frequencies(config: HeadConfig) -> tuple[Tensor, float]:
         frequencies, factor = ROPE_INIT_FUNCTIONS[kind](carrier, torch.device("cpu"))
     except (KeyError, TypeError, ValueError) as error:
         said = error.args[0] if error.args else repr(error)
-        raise SpecdecError(f"eagle3: rope_type {kind!r} cannot be set up: {said}; complete config.json") from None
+        raise SpecdecError(
+            f"{config.strategy}: rope_type {kind!r} cannot be set up: {said}; complete config.json"
+        ) from None
     return frequencies, float(factor)
 
 
@@ -198,10 +202,14 @@ class EagleHead(nn.Module):
         given."""
         self.borrowed = {"embedding": embedding, "lm_head": lm_head}
         if self.embed_tokens is None and embedding is None:
-            raise SpecdecError("eagle3: the head has no embed_tokens; give it the target's input embeddings")
+            raise SpecdecError(
+                f"{self.config.strategy}: the head has no embed_tokens; give it the target's input embeddings"
+            )
         tied_to_own = self.config.tied and self.embed_tokens is not None
         if self.lm_head is None and lm_head is None and not tied_to_own:
-            raise SpecdecError("eagle3: the head has no lm_head; give it the target's output embeddings")
+            raise SpecdecError(
+                f"{self.config.strategy}: the head has no lm_head; give it the target's output embeddings"
+            )
         return self
 
     def embed(self, ids: Tensor) -> Tensor:

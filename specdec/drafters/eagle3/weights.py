@@ -22,11 +22,11 @@ MAPS = ("d2t", "t2d")
 UNUSED = re.compile(r"(^|\.)(rotary_emb\.|verifier_norm\.|verifier_lm_head\.)")
 
 
-def read_folder(source: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read_folder(source: Any, strategy: str = "eagle3") -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The config and the tensors of a folder, or of `demo-head`. Raises SpecdecError for what is missing or damaged."""
-    folder = head_path() if source == EMBEDDED else expanded(as_path(source, "eagle3 head"))
+    folder = head_path() if source == EMBEDDED else expanded(as_path(source, f"{strategy} head"))
     if not is_folder(folder):
-        raise SpecdecError(f"eagle3: there is no folder {folder}; give one with {CONFIG} and the head's weights")
+        raise SpecdecError(f"{strategy}: there is no folder {folder}; give one with {CONFIG} and the head's weights")
     config = read_json(folder / CONFIG, "file")
     if not isinstance(config, dict):
         raise SpecdecError(f"{folder / CONFIG}: expected a JSON object, got {type(config).__name__}")
