@@ -306,6 +306,12 @@ def test_the_documents_in_results_load(name: str) -> None:
     assert CliRunner().invoke(app, ["results", f"results/{name}.json", "--drop-loops"]).exit_code == 2
 
 
+def test_plain_decoding_has_the_same_counts_in_every_document() -> None:
+    for name in ("bench_smoke_cpu", "bench_cpu"):
+        plain = [r for r in Results.load(f"results/{name}.json") if r["contender"] == "plain"]
+        assert {(r["tokens_per_round"], r["acceptance_length"]) for r in plain} == {(1.0, 1.0)}
+
+
 def test_a_table_says_what_it_mixes_and_what_loops(rows: list[Any]) -> None:
     made = [{**r, "temperature": t} for t in (0.0, 0.7) for r in rows]
     assert "pooled over temperature (0.0, 0.7)" in Results(made).by("k").to_latex()
