@@ -101,7 +101,8 @@ def _outputs(plan: Plan, decoder: SpeculativeDecoder, data: TrainingData, rows: 
     if not data.max_new_tokens:
         return [[] for _ in rows]
     seeds = [(data.seed << 32) + i for i in rows]
-    out = decoder.generate(prompts, data.max_new_tokens, strategies=[], temperature=data.temperature, seed=seeds)
+    how: dict[str, Any] = {"temperature": data.temperature, "seed": seeds, "batch_size": len(rows)}
+    out = decoder.generate(prompts, data.max_new_tokens, strategies=[], **how)
     if "interrupted" in out.finish_reasons:
         raise KeyboardInterrupt
     return out.token_ids

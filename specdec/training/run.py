@@ -102,9 +102,9 @@ def _answers(
     found = None if part else read_answers(plan, config)
     if found is not None:
         return found
-    # Compiling takes longer than it gains: widths are few, and answers are written once.
+    # Compiling takes longer than it gains, and exact mode's wider passes cost large batches: nothing is compared.
     how = "graph" if next(target.parameters()).device.type == "cuda" else "off"
-    decoder = SpeculativeDecoder(target, None, tokenizer, strategies=[], compile=how)
+    decoder = SpeculativeDecoder(target, None, tokenizer, strategies=[], compile=how, exact=False)
     write_answers(plan, decoder, config, part or (0, 1), lambda: advance("writing answers"))
     return None if part else read_answers(plan, config)
 

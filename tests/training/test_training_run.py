@@ -126,6 +126,25 @@ def test_answers_of_another_target_are_refused(tmp_path: Path, target: Path, dec
             weight.div_(1.5)
 
 
+def test_a_batch_of_answers_is_one_batch(
+    tmp_path: Path, target: Path, decoder: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [f"def f{i}():" for i in range(12)]
+    config = small(tmp_path, target, data=settings(target, tmp_path)["data"] | {"texts": texts, "batch_size": 10})
+    batches, generate = [], decoder.generate
+
+    def watched(*given: Any, **options: Any) -> Any:
+        out = generate(*given, **options)
+        batches.append(out.provenance["batch"])
+        return out
+
+    monkeypatch.setattr(decoder, "generate", watched)
+    write_answers(
+        Plan.make(config, decoder.target.model, decoder.tokenizer), decoder, config, (0, 1), lambda *said: None
+    )
+    assert batches == [10, 2]
+
+
 def test_a_part_is_i_of_n() -> None:
     assert parse_part("2/4") == (2, 4)
     for text in ("4/4", "1", "a/b", "-1/2", ""):
