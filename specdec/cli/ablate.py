@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 
 from specdec.cli import output
 from specdec.cli.options import AsJson, DropLoops
+from specdec.errors import SpecdecError
 from specdec.files.texts import check_writable
 from specdec.research.results_table import IN_WORDS
 
@@ -48,6 +49,8 @@ def run(
     out: Annotated[Path, typer.Option(help="The ablation's folder; resumes if it exists.")],
     extend: Annotated[bool, typer.Option("--extend", help="Resume although the config or a version changed.")] = False,
     shard: Annotated[str | None, typer.Option(help="Part of the work of this process, such as 0/4.")] = None,
+    engine: Annotated[str | None, typer.Option(help="ray = on a Ray cluster, a part for each GPU.")] = None,
+    workers: Annotated[int | None, typer.Option(help="With --engine ray: how many parts.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Count what would be done, and do nothing.")] = False,
     retry_errors: Annotated[bool, typer.Option("--retry-errors", help="Run rows again that failed.")] = False,
     baseline: Baseline = None,
@@ -60,6 +63,7 @@ def run(
     with its own --shard, the last one that ends writes the table.
     """
     from specdec.decoding.shard import Shard
+    from specdec.research.ablation.cluster import run_on_cluster
     from specdec.research.ablation.config import load_ablation
     from specdec.research.ablation.merge import check_packages, merge
     from specdec.research.ablation.runner import run_ablation
@@ -69,6 +73,7 @@ def run(
     from specdec.research.ablation.work import work_left
 
     check_packages()
+    _check_engine(engine, workers, shard)
     settings, part = load_ablation(config), Shard.parse(shard)
     if not dry_run:
         check_writable(out, "--out", folder=True)
@@ -86,9 +91,22 @@ def run(
             f"`specdec ablate merge {out} --partial` makes the table of those that are there"
         )
 
-    with output.on_interrupt(kept), output.progress("ablation", work.calls_left + work.loads) as advance:
-        run_ablation(settings, out, part, extend, retry_errors, advance)
+    total = work.calls_left + work.loads if engine is None else workers
+    with output.on_interrupt(kept), output.progress("ablation", total) as advance:
+        if engine is not None:
+            run_on_cluster(config, out, workers, extend, retry_errors, advance)
+        else:
+            run_ablation(settings, out, part, extend, retry_errors, advance)
     _finish(merge(out, baseline=baseline, drop_loops=drop_loops), out, as_json)
+
+
+def _check_engine(engine: str | None, workers: int | None, shard: str | None) -> None:
+    if engine not in (None, "ray"):
+        raise SpecdecError(f"--engine must be ray, got {engine!r}")
+    if engine is None and workers is not None:
+        raise SpecdecError("--workers has no effect without --engine ray")
+    if engine is not None and shard is not None:
+        raise SpecdecError("--shard has no effect beside --engine ray, which makes the parts")
 
 
 def _print_work(work: Work, out: Path, as_json: bool) -> None:
