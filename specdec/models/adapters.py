@@ -31,15 +31,22 @@ def carriers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def load_adapter(model: nn.Module, folder: str, name: str) -> None:
-    """Add an adapter from a folder to a model, in place and switched off. Raises SpecdecError without peft."""
+def load_adapter(model: nn.Module, folder: str, name: str, wrapper: Any = None) -> Any:
+    """Add an adapter from a folder to a model, in place and switched off. Raises SpecdecError without peft.
+
+    wrapper: what this returned for the model's first adapter; peft's, which is needed for nothing else
+    """
     try:
         from peft import PeftModel
     except ImportError:
         raise SpecdecError("adapters need the package peft: install specdec[lora]") from None
-    PeftModel.from_pretrained(model, folder, adapter_name=name)  # the wrapper is not needed: the layers are the model's
+    if wrapper is None:
+        wrapper = PeftModel.from_pretrained(model, folder, adapter_name=name)
+    else:
+        wrapper.load_adapter(folder, adapter_name=name)
     for _, module in carriers(model):
         vars(module)["_disable_adapters"] = True
+    return wrapper
 
 
 def adapter_names(model: nn.Module) -> list[str]:

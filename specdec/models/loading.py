@@ -261,9 +261,10 @@ class _Plan:
             spread = self.extra.keys() & {"device_map", "distributed_config"}
             if not spread and getattr(model, "hf_device_map", None) is None:
                 model = model.to(self.device)
+            wrapper = None
             for name, folder in self.adapters.items():
                 with loading(f"adapter {name!r} from {folder}", lambda error: None):
-                    load_adapter(model, str(expanded(as_path(str(folder), "the adapter"))), name)
+                    wrapper = load_adapter(model, str(expanded(as_path(str(folder), "the adapter"))), name, wrapper)
             return model.eval()
 
     def _what_would_fit(self, asked: int | None, free: int | None) -> str:

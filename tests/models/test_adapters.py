@@ -151,7 +151,8 @@ def test_adapters_of_a_pair_are_loaded_by_name_and_off_until_they_are_chosen(tmp
     )
     assert decoder.generate(PROMPT, 12).token_ids == [oracle_greedy(base, PROMPT, 12)]
     expected = oracle_greedy(wrapped.get_base_model(), PROMPT, 12)
-    assert decoder.generate(PROMPT, 12, adapter="sql").token_ids == [expected]
+    for name in ("sql", "other"):
+        assert decoder.generate(PROMPT, 12, adapter=name).token_ids == [expected]
     with pytest.raises(SpecdecError, match=r"cannot load adapter 'x' from .*nowhere"):
         specdec.load_pair(tmp_path / "base", device="cpu", adapters={"x": tmp_path / "nowhere"})
 
