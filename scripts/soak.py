@@ -39,6 +39,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from specdec import Draft, Drafter, DraftModel, SpecdecError, SpeculativeDecoder, reference
+from specdec.cli import terminating
 from specdec.decoding.acceptance import find_rule
 from specdec.demo_models import head_path
 from specdec.drafters import make_drafters, tree_makers
@@ -264,6 +265,8 @@ def generated(subject: Subject, case: Case, chain: Sequence[Any], alone: bool = 
     for part in calls:
         options = {**case.options, "seed": case.options["seed"][part]}
         out = subject.decoder.generate(case.prompts[part], strategies=list(chain), **options)
+        if "interrupted" in out.finish_reasons:  # `generate` gives what is there, and the run must end
+            raise KeyboardInterrupt
         rows += zip(out.token_ids, out.finish_reasons, out.texts or [None] * len(out), strict=True)
     return rows
 
@@ -458,16 +461,16 @@ def resident() -> int:
 
 
 def run(subject: Subject, seeds: Iterator[int], goes_on: Callable[[Tally, float], bool]) -> tuple[Tally, float]:
-    """Run cases until `goes_on(tally, seconds)` is false, or too many are wrong; an interrupt ends it as well. Returns
-    what was counted, and the seconds that it took."""
+    """Run cases until `goes_on(tally, seconds)` is false, or too many are wrong; Ctrl-C and SIGTERM end it as well.
+    Returns what was counted, and the seconds that it took."""
     tally, started = Tally(), time.monotonic()
     try:
-        with warnings.catch_warnings(action="ignore"):  # random settings are not wise ones
+        with terminating([]), warnings.catch_warnings(action="ignore"):  # random settings are not wise ones
             while goes_on(tally, time.monotonic() - started) and len(tally.faults) < MOST_FAULTS:
                 tally.add(subject, make_case(next(seeds), subject.space))
                 tally.memory.append((time.monotonic() - started, resident()))
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        print("interrupted: the summary is of the cases so far", file=sys.stderr)
     return tally, time.monotonic() - started
 
 

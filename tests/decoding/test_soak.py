@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 import specdec.decoding.engine
 from specdec.decoding import acceptance
+from specdec.decoding.row import Row
 from tests.helpers.scripts import load_script
 
 soak = load_script("soak")
@@ -69,6 +71,21 @@ def test_a_case_follows_from_its_seed(tiny: Any, capsys: pytest.CaptureFixture[s
     said = capsys.readouterr().err
     assert said.startswith("case 4711: AttributeError")
     assert json.loads(said.splitlines()[1])["prompts"] == case.prompts
+
+
+def test_an_interrupt_in_a_call_ends_the_run(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, calls = Row.close_round, []
+
+    def interrupting(self: Any, **options: Any) -> None:
+        original(self, **options)
+        calls.append(1)
+        if len(calls) == 40:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(Row, "close_round", interrupting)
+    found = fuzzed(tiny, 10**6, 100)
+    assert 0 < found.rows < 100
+    assert found.faults == []
 
 
 def test_memory_that_grows_is_told_from_memory_that_does_not() -> None:
