@@ -19,6 +19,8 @@ failed, or the resident memory has grown by more than 2 % after the first fifth 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import json
 import os
 import random
@@ -27,6 +29,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,6 +53,7 @@ from specdec.research.bench import origin
 MOST_GROWTH = 0.02
 WARM_UP = 0.2  # share of the time before which memory is not looked at
 MOST_FAULTS = 20
+SAMPLED_EVERY = 5  # cases between two looks at the memory
 RULES = ("leviathan", "match", "coupled", "block", "specinfer", "gumbel-list", "eagle")
 BY_MATCH = ("leviathan", "block", "specinfer")  # rules that judge a draft without a q by `match`
 GUESSES = "guesses"
@@ -408,7 +412,7 @@ def embedded() -> Subject:
 
 @dataclass
 class Tally:
-    """What has run so far. memory: (seconds, resident bytes) after every case."""
+    """What has run so far. memory: (seconds, resident bytes) after every few cases."""
 
     cases: int = 0
     closed: int = 0
@@ -455,8 +459,14 @@ class Tally:
         return {**counts, **counters, "faults": self.faults}
 
 
-def resident() -> int:
-    """Bytes of this process that are in memory."""
+def resident(decoder: SpeculativeDecoder) -> int:
+    """Bytes of this process that are in memory, without caches that wait for the next call, which are of any size."""
+    for runner in decoder._runners().values():
+        runner.pool.idle = None
+    decoder._kept = decoder._kept_chain = None
+    gc.collect()
+    with suppress(OSError, AttributeError):  # another C library keeps what was freed
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -468,7 +478,8 @@ def run(subject: Subject, seeds: Iterator[int], goes_on: Callable[[Tally, float]
         with terminating([]), warnings.catch_warnings(action="ignore"):  # random settings are not wise ones
             while goes_on(tally, time.monotonic() - started) and len(tally.faults) < MOST_FAULTS:
                 tally.add(subject, make_case(next(seeds), subject.space))
-                tally.memory.append((time.monotonic() - started, resident()))
+                if tally.cases % SAMPLED_EVERY == 0:
+                    tally.memory.append((time.monotonic() - started, resident(subject.decoder)))
     except KeyboardInterrupt:
         print("interrupted: the summary is of the cases so far", file=sys.stderr)
     return tally, time.monotonic() - started
