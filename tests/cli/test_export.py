@@ -21,7 +21,7 @@ NEEDED = {"eagle3": ":head=org/head", "dflash": ":head=org/head", "rest": ":corp
 GIVEN = {
     "draft-model": (
         *("n_max=7", "n_min=2", "p_min=0.4", "branches=2", "tree=3x2", "tree=opt-16", "preset=llama-classic"),
-        *("translate=true", "translate=intersection", "p_min=0.4:top_n=5", "branches=2:p_split=0.3"),
+        *("translate=true", "translate=intersection", "p_min=0.4:top_n=5", "branches=2:p_split=0.3", "overlap=true"),
     ),
     "prompt-lookup": ("n_max=7", "ngram_max=5", "ngram_min=2", "match=earliest"),
     "suffix": (
