@@ -19,9 +19,9 @@ from transformers import (
     GPTNeoConfig,
     LlamaConfig,
     LlavaConfig,
-    MambaConfig,
     MptConfig,
     OPTConfig,
+    RwkvConfig,
     T5Config,
 )
 
@@ -225,7 +225,7 @@ def test_stream_and_rounds_take_one_prompt() -> None:
 SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 BAD_CONFIGS: list[tuple[Any, str]] = [
     (T5Config(d_model=32), "encoder-decoder"),
-    (MambaConfig(hidden_size=32, num_hidden_layers=2), "recurrent"),
+    (RwkvConfig(hidden_size=32, num_hidden_layers=2), "recurrent"),
     (LlavaConfig(), "images"),
     (Gemma3Config(), "images"),
 ]
@@ -256,12 +256,12 @@ def random_model(config: Any) -> Any:
 
 LOCAL: Any = {"num_layers": 2, "num_heads": 4, "window_size": 4, "attention_types": [[["global", "local"], 1]]}
 IMPOSSIBLE: list[Any] = [  # they build a bias or a mask of their own from the whole mask, or look ahead
-    BloomConfig(**SMALL),
     FalconConfig(**SMALL, alibi=True, new_decoder_architecture=False),
-    GPTNeoConfig(vocab_size=64, hidden_size=32, **LOCAL),
     BertConfig(**SMALL, intermediate_size=64),
 ]
-UNUSUAL: list[Any] = [  # learned and relative positions
+UNUSUAL: list[Any] = [  # learned and relative positions, and windows that are asked for in a mask of their own
+    BloomConfig(**SMALL),
+    GPTNeoConfig(vocab_size=64, hidden_size=32, **LOCAL),
     OPTConfig(**SMALL, ffn_dim=64, word_embed_proj_dim=32),
     MptConfig(vocab_size=64, d_model=32, n_heads=4, n_layers=2),
 ]
