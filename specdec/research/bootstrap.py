@@ -5,8 +5,8 @@ prompt resemble each other, so that intervals over rounds would be far too narro
 every draw, and two settings that are compared are drawn with the same clusters, so that what a prompt does to both
 cancels. Intervals are expanded percentile intervals (Hesterberg 2015, "What Teachers Should Know About the Bootstrap",
 section 5.3): plain percentile intervals are too narrow with few clusters (10 prompts: 0.90 covered in place of 0.95,
-expanded ones 0.94). The test flips signs of the clusters'
-differences: exact for up to 13 clusters, from random flips beyond. All draws come from a seed.
+expanded ones 0.94). The test is of the same pooled difference, by swapping the two settings' counts in some of the
+clusters: exact for up to 13 clusters, from random swaps beyond. All draws come from a seed.
 """
 
 from __future__ import annotations
@@ -97,21 +97,39 @@ def difference(
     return _interval(value, drawn, level, len(top_a))
 
 
-def sign_flip_test(differences: Sequence[float], draws: int = 10_000, seed: int = 0) -> float | None:
-    """Two-sided p-value of paired differences, one a cluster, under symmetry around 0; None with fewer than two."""
-    d = np.asarray([x for x in differences if np.isfinite(x)], dtype=np.float64)
-    if len(d) < 2:
+def swap_test(
+    a: tuple[Sequence[float], Sequence[float]],
+    b: tuple[Sequence[float], Sequence[float]],
+    draws: int = 10_000,
+    seed: int = 0,
+) -> float | None:
+    """Two-sided p-value of `difference(a, b)`, if the two settings could change places in every cluster.
+
+    None with fewer than two clusters in which anything was counted.
+    """
+    (top_a, bottom_a), (top_b, bottom_b) = _columns(*a), _columns(*b)
+    _paired(top_a, top_b)
+    counted = np.flatnonzero(bottom_a + bottom_b)
+    if len(counted) < 2:
         return None
-    observed = abs(d.sum()) * (1 - 1e-12)  # the same sum in another order may round below itself
-    if len(d) <= EXACT_UP_TO:
-        signs = np.array(list(itertools.product((-1.0, 1.0), repeat=len(d))))
-        return float((np.abs(signs @ d) >= observed).mean())
-    signs = np.random.default_rng(seed).choice((-1.0, 1.0), size=(draws, len(d)))
-    return float((1 + (np.abs(signs @ d) >= observed).sum()) / (draws + 1))
+    if len(counted) <= EXACT_UP_TO:
+        stays = np.array(list(itertools.product((1.0, 0.0), repeat=len(counted))))
+    else:
+        stays = np.random.default_rng(seed).integers(0, 2, (draws + 1, len(counted))).astype(np.float64)
+        stays[0] = 1.0  # what was observed
+    tops, bottoms = (np.stack(pair)[:, counted] for pair in ((top_a, top_b), (bottom_a, bottom_b)))
+    left, right = (
+        _over(s @ tops[0] + (1 - s) @ tops[1], s @ bottoms[0] + (1 - s) @ bottoms[1]) for s in (stays, 1 - stays)
+    )
+    # Where one side has nothing left there is no difference; such a swap counts as extreme.
+    found = np.nan_to_num(np.abs(left - right), nan=np.inf)
+    if not np.isfinite(found[0]):
+        return None
+    return float((found >= found[0] * (1 - 1e-12)).mean())  # the same sum in another order may round below itself
 
 
 def least_p(clusters: int, draws: int = 10_000) -> float | None:
-    """What `sign_flip_test` cannot fall below with so many clusters; None with fewer than two."""
+    """What `swap_test` cannot fall below with so many clusters; None with fewer than two."""
     if clusters < 2:
         return None
     return 2 / 2**clusters if clusters <= EXACT_UP_TO else 1 / (draws + 1)

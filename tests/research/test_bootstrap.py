@@ -15,7 +15,7 @@ from specdec.research.bootstrap import (
     ratio,
     ratio_error,
     ratio_of_ratios,
-    sign_flip_test,
+    swap_test,
     t_quantile,
 )
 
@@ -79,20 +79,26 @@ def test_equal_settings_differ_by_exactly_nothing() -> None:
     assert ratio_of_ratios(side, side).to_dict() == {"value": 1.0, "low": 1.0, "high": 1.0}
 
 
+def flipped(differences: list[float], **options: int) -> float | None:
+    """Of differences, each over one: swapping flips their signs."""
+    one = [1.0] * len(differences)
+    return swap_test((differences, one), ([0.0] * len(differences), one), **options)
+
+
 def test_the_exact_test_is_the_enumeration() -> None:
     d = [0.3, -0.1, 0.5, 0.2, 0.4]
     signs = list(itertools.product((-1, 1), repeat=5))
     expected = sum(abs(sum(s * x for s, x in zip(sign, d, strict=True))) >= 1.3 - 1e-9 for sign in signs) / len(signs)
-    assert sign_flip_test(d) == pytest.approx(expected)
-    assert sign_flip_test([1.0, 1.0, 1.0, 1.0]) == pytest.approx(2 / 16)
+    assert flipped(d) == pytest.approx(expected)
+    assert flipped([1.0, 1.0, 1.0, 1.0]) == pytest.approx(2 / 16)
 
 
 @pytest.mark.parametrize("n", [8, 25])
 def test_the_test_keeps_its_level_and_sees_a_difference(n: int) -> None:
     """Exact with 8 clusters, from random flips with 25."""
     rng = np.random.default_rng(2)
-    level = np.mean([sign_flip_test(rng.normal(0, 1, n).tolist(), draws=500) <= 0.1 for _ in range(200)])  # type: ignore[operator]
-    power = np.mean([sign_flip_test(rng.normal(1.5, 1, n).tolist(), draws=500) <= 0.1 for _ in range(100)])  # type: ignore[operator]
+    level = np.mean([flipped(rng.normal(0, 1, n).tolist(), draws=500) <= 0.1 for _ in range(200)])  # type: ignore[operator]
+    power = np.mean([flipped(rng.normal(1.5, 1, n).tolist(), draws=500) <= 0.1 for _ in range(100)])  # type: ignore[operator]
     assert 0.03 < level < 0.17
     assert power > 0.9
 
@@ -100,8 +106,22 @@ def test_the_test_keeps_its_level_and_sees_a_difference(n: int) -> None:
 def test_what_cannot_be_known_is_none() -> None:
     assert ratio([1.0], [2.0]).to_dict() == {"value": 0.5, "low": None, "high": None}
     assert ratio([0.0, 0.0], [0.0, 0.0]).value is None
-    assert sign_flip_test([1.0]) is None
-    assert sign_flip_test([float("nan"), 1.0]) is None
+    assert flipped([1.0]) is None
+    assert swap_test(([1.0, 0.0], [2.0, 0.0]), ([1.0, 0.0], [3.0, 0.0])) is None
+
+
+def test_the_test_and_the_interval_are_of_the_same_pooled_difference() -> None:
+    """One prompt with 22 of 27, one with 3 of 3, one with 0 of 3, and one that only one setting has counted."""
+    a, b = ([22.0, 3.0, 0.0, 1.0], [27.0, 3.0, 3.0, 2.0]), ([9.0, 3.0, 1.0, 0.0], [27.0, 3.0, 3.0, 0.0])
+    expected = []
+    for swaps in itertools.product((False, True), repeat=4):
+        sides = np.array([a, b])  # [settings, counts, clusters]
+        sides[:, :, swaps] = sides[::-1, :, swaps]
+        left, right = (tops.sum() / bottoms.sum() for tops, bottoms in sides)
+        expected.append(abs(left - right))
+    assert expected[0] == pytest.approx(difference(a, b).value)
+    assert swap_test(a, b) == pytest.approx(np.mean([e >= expected[0] - 1e-12 for e in expected]))
+    assert swap_test(a, a) == 1.0
 
 
 def test_other_clusters_are_refused() -> None:

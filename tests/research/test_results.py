@@ -21,7 +21,7 @@ from specdec.research.ablation.compare import candidate
 from specdec.research.ablation.summary import by_setting, summarise
 from specdec.research.ablation.table import write_table
 from specdec.research.ablation.tables import candidates_table, settings_table
-from specdec.research.bootstrap import least_p, sign_flip_test
+from specdec.research.bootstrap import least_p, swap_test
 from specdec.research.facets import facets
 from specdec.research.results_table import escape_latex
 from tests.helpers.grid import PROMPTS
@@ -168,7 +168,8 @@ def test_a_named_baseline_pairs_the_settings_and_says_the_least_p(rows: list[Any
 
 @pytest.mark.parametrize("n", [2, 5, 13])
 def test_no_test_falls_below_the_least_p(n: int) -> None:
-    assert sign_flip_test([1.0 + i for i in range(n)]) == least_p(n)
+    one = [1.0] * n
+    assert swap_test(([1.0 + i for i in range(n)], one), ([0.0] * n, one)) == least_p(n)
 
 
 def test_the_verb_prints_every_form(rows: list[Any], tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from specdec import theory
 from specdec.errors import unknown_name
 from specdec.research.ablation.axes import GENERATION, LOADING, SHORTHANDS
 from specdec.research.ablation.table import REFERENCE, Row
-from specdec.research.bootstrap import Interval, difference, least_p, ratio, ratio_of_ratios, sign_flip_test
+from specdec.research.bootstrap import Interval, difference, least_p, ratio, ratio_of_ratios, swap_test
 from specdec.research.loops import is_looped, without_loops
 from specdec.stats import with_old_names
 
@@ -133,12 +133,11 @@ def _against_plain(sound: Sequence[Row], rows: Sequence[Row]) -> dict[str, Any]:
             lambda c: c["seconds"] - c["prefill_seconds"],
         )
     )
-    per_token = [[s / max(1, n) for s, n in zip(*side, strict=True)] for side in zip(whole, tokens, strict=True)]
     costs = measured_costs(mine, plain)
     return {
         "speedup": ratio_of_ratios((tokens[0], whole[0]), (tokens[1], whole[1])).to_dict(),
         "decode_speedup": ratio_of_ratios((tokens[0], without[0]), (tokens[1], without[1])).to_dict(),
-        "speedup_p": sign_flip_test([x - y for x, y in zip(*per_token, strict=True)]),
+        "speedup_p": swap_test((tokens[0], whole[0]), (tokens[1], whole[1])),
         "costs": costs,
         "predicted_speedup": predicted_speedup(costs),
     }
@@ -270,16 +269,17 @@ def _comparisons(groups: Mapping[str, Sequence[Row]], baseline: str | None) -> l
 
 
 def compare_settings(name: str, a: Sequence[Row], other: str, b: Sequence[Row]) -> dict[str, Any]:
-    """Paired differences of two settings. p-values are of the clusters' own figures, by flipping signs; they are not
-    corrected for the number of comparisons."""
+    """Paired differences of two settings. p-values are of the same pooled differences, by swapping the settings in some
+    clusters; they are not corrected for the number of comparisons."""
     mine, theirs = paired(*([r for r in side if r["status"] == "ok"] for side in (a, b)))
     made: dict[str, Any] = {"setting": name, "against": other, "clusters": len(mine), "least_p": least_p(len(mine))}
     for figure in COMPARED:
         top, bottom = FIGURES[figure]
         x, y, z, w = ([c[n] for c in side] for side in (mine, theirs) for n in (top, bottom))
         found = difference((x, y), (z, w)) if mine else Interval(None)
-        each = [a / b - c / d for a, b, c, d in zip(x, y, z, w, strict=True) if b and d]
-        made[figure] = {**found.to_dict(), "p": sign_flip_test(each), "least_p": least_p(len(each))}
+        counted = sum(bool(b or d) for b, d in zip(y, w, strict=True))
+        p = swap_test((x, y), (z, w)) if mine else None
+        made[figure] = {**found.to_dict(), "p": p, "least_p": least_p(counted)}
     return with_old_names(made)
 
 
