@@ -14,11 +14,13 @@ import torch
 
 from specdec.config import UNSET, GenerationSettings, check_exact, check_switch
 from specdec.decoding import show
+from specdec.decoding.acceptance import find_rule
 from specdec.decoding.call import Call
 from specdec.decoding.live import LiveCall, check_live
 from specdec.decoding.prompts import TextStream, chat_rows, encode_prompts, plain_prompts, prompt_names
 from specdec.decoding.provenance import WeightHash, hash_template
 from specdec.decoding.result import Generation, Round
+from specdec.decoding.validation import check_rule
 from specdec.device.ambient import Steps, pinned
 from specdec.device.graphs import check_compile
 from specdec.device.host_read import HostReader
@@ -262,6 +264,7 @@ class SpeculativeDecoder:
         for name in tree_makers(drafters):
             for runner in self._runners().values():
                 runner.check_trees(name)
+        check_rule(find_rule(settings.acceptance), drafters)
         if settings.order == "upstream":
             drafters = upstream_order(drafters)
         names, prompts = prompt_names(prompts), plain_prompts(prompts, self.tokenizer)

@@ -15,7 +15,7 @@ import torch
 from transformers.generation.utils import GenerationMixin
 
 from specdec.config import UNSET, GenerationSettings, PairConfig
-from specdec.decoding.acceptance import find_rule
+from specdec.decoding.acceptance import AcceptanceRule, find_rule
 from specdec.decoding.shard import Shard
 from specdec.drafters import make_drafters, tree_makers
 from specdec.drafters.costs import as_costs, check_costs
@@ -80,13 +80,18 @@ def check_chain(strategies: Sequence[Any], has_draft: bool, settings: Generation
     trees = tree_makers(drafters)
     if trees and settings.exact is True:
         raise SpecdecError(f"exact=True does not cover trees, which strategy {trees[0]!r} can make")
-    rule = find_rule(settings.acceptance)
-    if trees and rule.pick_child is None:
-        raise SpecdecError(f"acceptance {rule.name!r} judges chains only, and strategy {trees[0]!r} can make trees")
+    check_rule(find_rule(settings.acceptance), drafters)
     policy = find_policy(settings.length_policy)
     lengths = automatic(drafters, draft_length(policy, settings.draft_length), default_chain=False)
     if not isinstance(policy, LengthPolicy):
         check_costs(drafters, lengths, as_costs(settings.costs))
+
+
+def check_rule(rule: AcceptanceRule, drafters: Sequence[Any]) -> None:
+    """Raise SpecdecError for a strategy that can make trees with a rule that judges chains only."""
+    trees = tree_makers(drafters)
+    if trees and rule.pick_child is None:
+        raise SpecdecError(f"acceptance {rule.name!r} judges chains only, and strategy {trees[0]!r} can make trees")
 
 
 def check_loading(models: PairConfig) -> None:

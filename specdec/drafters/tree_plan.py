@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specdec.config import check_whole
+from specdec.drafters.base import MOST_NODES
 from specdec.errors import SpecdecError
 from specdec.models.trees import Parents, depths_of
 
@@ -29,8 +30,11 @@ def parse_plan(value: Any, strategy: str = "draft-model") -> Plan:
     if not isinstance(value, Sequence) or len(value) == 0:
         raise SpecdecError(f"{strategy}: tree must list children a level, such as [3, 2, 1] or '3x2x1'")
     plan: list[int | tuple[int, ...]] = []
-    above = 1
+    above, nodes = 1, 0
     for level in value:
+        nodes += level * above if isinstance(level, int) else sum(c for c in level if isinstance(c, int))
+        if nodes > MOST_NODES:
+            raise SpecdecError(f"{strategy}: tree: more than {MOST_NODES} nodes, which is what a pass verifies")
         counts: list[Any] = [level] * above if isinstance(level, int) else [None]
         if isinstance(level, Sequence):
             counts = list(level)

@@ -6,7 +6,8 @@ peft keeps the choice in the modules that carry adapters. A call's choice is set
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -57,6 +58,17 @@ def adapter_names(model: nn.Module) -> list[str]:
         for name in getattr(module, "adapter_layer_names", ()):
             found |= set(getattr(module, name).keys())
     return sorted(found)
+
+
+def adapter_folders(value: Any, role: str) -> dict[str, Any]:
+    """Return adapters to load, name -> folder or hub id. Raises SpecdecError for anything else."""
+    found = {} if value is None else value
+    if not isinstance(found, Mapping) or not all(n and isinstance(n, str) for n in found):
+        raise SpecdecError(f"{role}: adapters must map names to folders or hub ids, got {value!r}")
+    for name, folder in found.items():
+        if not isinstance(folder, str | Path) or not str(folder):
+            raise SpecdecError(f"{role}: adapter {name!r} must be a folder or a hub id, got {folder!r}")
+    return dict(found)
 
 
 def parse_choice(model: nn.Module, wanted: Any, role: str) -> Chosen:

@@ -23,7 +23,7 @@ from specdec.device.ambient import pinned
 from specdec.device.memory import explaining, is_out_of_memory, size
 from specdec.errors import SpecdecError
 from specdec.files.texts import as_path, expanded, is_file, is_folder
-from specdec.models.adapters import load_adapter
+from specdec.models.adapters import adapter_folders, load_adapter
 from specdec.models.attention import check_attention
 from specdec.models.checkpoint import (
     CONFIG,
@@ -233,9 +233,8 @@ class _Plan:
         if quantization is not None:
             extra["quantization_config"] = quantization
         facts = ModelFacts.from_config(role, str(name), config, chosen, str(device))
-        return _Plan(
-            source, common, config, device, chosen, extra, facts, dict(getattr(pair, prefix + "adapters") or {})
-        )
+        adapters = adapter_folders(getattr(pair, prefix + "adapters"), role)
+        return _Plan(source, common, config, device, chosen, extra, facts, adapters)
 
     @property
     def key(self) -> str:

@@ -435,3 +435,45 @@ def test_branching_reads_once_a_level() -> None:
     out = decoder.generate(PROMPTS[0], max_new_tokens=9, strategies=[DraftModel(branches=2, n_max=3, p_split=0.01)])
     assert out.stats.host_reads <= 4 * out.stats.verify_passes
     assert out.stats.draft_tokens > 3 * (out.stats.drafted_rounds - 1)  # it really branched
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"branches": 512}, "branches=512 is above the limit of 511"),
+        ({"tree": [512]}, "more than 511 nodes"),
+        ({"tree": "9999999x9999999"}, "more than 511 nodes"),
+        ({"tree": [2, [10**9, 1]]}, "more than 511 nodes"),
+    ],
+)
+def test_trees_that_no_pass_verifies_are_refused_before_they_are_built(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecdecError, match=message):
+        DraftModel(**options)
+
+
+def test_a_rule_for_chains_refuses_trees_before_any_work() -> None:
+    model = tiny_model("llama")
+    decoder = SpeculativeDecoder(model, model, check=False)
+    with (
+        counting_passes(model) as passes,
+        pytest.raises(SpecdecError, match=r"'block' judges chains only.*'draft-model'"),
+    ):
+        decoder.generate(PROMPTS[0], 4, strategies=["prompt-lookup", DraftModel(branches=2)], acceptance="block")
+    assert not passes
+
+
+@pytest.mark.parametrize("acceptance", ["eagle", "typical"])
+def test_the_best_nodes_of_a_row_do_not_depend_on_how_deep_its_neighbours_trees_may_be(acceptance: str) -> None:
+    model = tiny_model("llama", vocab=40, initializer_range=0.15)
+    decoder = SpeculativeDecoder(model, weaker(model, 0.3), check=False)
+    options: dict[str, Any] = {
+        "max_new_tokens": 6, "strategies": "draft-model:tree=opt-16:n_max=5", "acceptance": acceptance,
+        "temperature": 0.9,
+    }  # fmt: skip
+    for i in range(20, 60, 8):
+        prompts = [[i % 40, 3, 7, i % 11], [5, i % 40]]
+        together = decoder.generate(prompts, seed=[i, i + 1], **options)
+        for row, prompt in enumerate(prompts):
+            alone = decoder.generate([prompt], seed=[i + row], **options)
+            assert alone.token_ids[0] == together.token_ids[row]
+            assert alone.stats.rows[0] == together.stats.rows[row]

@@ -15,6 +15,7 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from specdec.cli.serving.metrics import Metrics as Metrics
 from specdec.cli.serving.protocol import Answer, ApiError, Chat, Completion, Piece, Request, parse, usage
@@ -115,10 +116,13 @@ def make_app(worker: Worker, model: str, created: int) -> FastAPI:
 async def _body(http: HttpRequest) -> bytes:
     """Read a request's body. Raises ApiError for one that is too long to be a prompt."""
     body = bytearray()
-    async for part in http.stream():
-        body += part
-        if len(body) > LARGEST:
-            raise ApiError(f"a request has at most {LARGEST} bytes", 413)
+    try:
+        async for part in http.stream():
+            body += part
+            if len(body) > LARGEST:
+                raise ApiError(f"a request has at most {LARGEST} bytes", 413)
+    except ClientDisconnect:
+        raise ApiError("the request ended before its body did", 400) from None
     return bytes(body)
 
 

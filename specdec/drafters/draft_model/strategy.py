@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from specdec.config import check_number, check_switch, check_whole
-from specdec.drafters.base import Draft, DraftContext, DraftRequest, empty_like
+from specdec.drafters.base import MOST_NODES, Draft, DraftContext, DraftRequest, empty_like
 from specdec.drafters.best_tree import TreeSize
 from specdec.drafters.branching import Branching
 from specdec.drafters.draft_model.core import CoreDrafter, DraftCore
@@ -100,6 +100,8 @@ class DraftModel(CoreDrafter):
 
     def _check_tree(self) -> None:
         check_whole("draft-model: branches", self.branches, 1)
+        if self.branches > MOST_NODES:
+            raise SpecdecError(f"draft-model: branches={self.branches} is above the limit of {MOST_NODES}")
         self._best = parse_opt(self.tree)
         if self._best:
             self.best_size.check(self._best + 1, "draft-model")

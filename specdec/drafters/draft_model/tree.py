@@ -84,7 +84,9 @@ class TreeGrowth:
         self.vocab, nodes = model._context.vocab_size, model._context.nodes
         self.limits = {r.row: n for r, n in zip(requests, limits, strict=True)}
         self.recorded = self.core.runner.graphs is not None
-        depth = model.depth if self.recorded else min(model.depth, max(limits))
+        # The best nodes depend on how deep the trees may be, so the rows of a batch must not settle that.
+        whole = self.recorded or bool(model._best)
+        depth = model.depth if whole else min(model.depth, max(limits))
         self.shape: TreeSize | PlanShape | Branching = model.shape(nodes, depth)
         self.passes = 1 + len(self.shape.widths)  # fewer where all paths end early
 
