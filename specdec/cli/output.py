@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 import time
@@ -28,13 +29,15 @@ from specdec.stats import PER_DRAFTED_ROUND, RATES
 PARTS = 100  # that a share is counted in
 LOG_EVERY = 30.0  # seconds between lines of progress off a terminal
 LONGEST_NAME = 24  # of a word in a table's first column that is always whole
-WIDTH = 160  # of tables where the output is not a terminal
+WIDTH = 160  # of tables where the output is not a terminal and COLUMNS says nothing
 
 
 def stdout() -> Console:
     """Standard output as it is now."""
     console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=WIDTH)
+    columns = os.environ.get("COLUMNS", "")
+    width = int(columns) if columns.isdigit() and int(columns) else WIDTH
+    return console if console.is_terminal else Console(highlight=False, width=width)
 
 
 def print_json(data: Any) -> None:
