@@ -116,7 +116,7 @@ def outcome(dec: specdec.SpeculativeDecoder, feature: str) -> tuple[str, Any]:
     verify = "recorded" if counts["Verified"] == stats["verify_passes"] else "passes alone" if passes else "eager"
     if not stats["draft_passes"]:
         return verify, text
-    whole = sum(counts[name] for name in ("Proposal", "Tree", "PlannedTrees"))
+    whole = sum(counts[name] for name in ("Proposal", "Tree", "PlannedTrees", "BranchedTrees"))
     calls = sum(c["n_call_draft"] for name, c in stats["strategies"].items() if name != "prompt-lookup")
     alone = drafts or passes > counts["Verified"] + whole
     draft = "recorded" if whole >= calls and whole else "passes alone" if alone else "eager"
