@@ -124,7 +124,7 @@ class TreeGrowth:
         """Grow all trees. self.requests: looked at only where nothing is recorded."""
         shape, sampling = self.shape, self.sampling
         if isinstance(shape, TreeSize):
-            return grow(self._log_probs(passes.first[:, None])[:, 0], shape, self._evaluate(passes))
+            return grow(self._log_probs(passes, passes.first[:, None])[:, 0], shape, self._evaluate(passes))
         texts = None if sampling is None else sampling.drafted(given.rows.known, given.rows.positions, self.requests)
         if isinstance(shape, PlanShape):
             return Planned(shape, fixed, sampling, texts).grow(given, passes.first, passes)
@@ -134,15 +134,15 @@ class TreeGrowth:
 
     def _evaluate(self, passes: DraftPasses) -> Any:
         def evaluate(level: int, frontier: Frontier) -> Tensor:
-            found = self._log_probs(passes.feed(level, frontier.tokens, frontier.origin))
+            found = self._log_probs(passes, passes.feed(level, frontier.tokens, frontier.origin))
             return torch.where((passes.depths > level)[:, None, None], found, float("-inf"))
 
         return evaluate
 
-    def _log_probs(self, logits: Tensor) -> Tensor:
+    def _log_probs(self, passes: DraftPasses, logits: Tensor) -> Tensor:
         """The draft's log-probabilities over the target's vocabulary, as the target would be sampled but for processors
         that read the text."""
-        logits = pad_vocabulary(logits, self.vocab, self.core.runner.excluded)
+        logits = passes.over_target(logits, self.vocab)
         scores = logits.float() if self.sampling is None else self.sampling.sampling.scores(logits)
         return scores.log_softmax(dim=-1)
 
