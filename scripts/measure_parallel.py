@@ -3,7 +3,7 @@
     python scripts/measure_parallel.py --out results/parallel_h200.json   # two GPUs, about 5 minutes, 15 GB of disk
     python scripts/measure_parallel.py --tiny --out FILE                  # the same steps with toys on a CPU, by gloo
 
-The target is the embedded one grown to 6.4 billion parameters, the draft the embedded one grown to 0.75: they cost what
+The target is the embedded one grown to 6.3 billion parameters, the draft the embedded one grown to 0.75: they cost what
 such models cost, and accept what the embedded pair accepts. One process measures one GPU, a draft on a second one, and
 layers on both; then torchrun starts two processes, which first share the prompts and then the model. Passes are
 recorded (`--compile graph`) in all layouts but that of layers, since a spread model is not compiled; "compiled" is one
@@ -37,8 +37,8 @@ from specdec.models.loading import LoadedPair, inspect_pair
 from specdec.research.bench import origin
 from specdec.research.models.inflate import Inflation, inflate
 
-TARGET = Inflation(hidden_size=4096, layers=33, intermediate_size=12288, kv_heads=42)  # 6.4e9, halves of 63 heads
-DRAFT = Inflation(hidden_size=2048, layers=16, intermediate_size=6144, kv_heads=21)  # 0.75e9
+TARGET = Inflation(hidden_size=4032, layers=33, intermediate_size=12288, kv_heads=42)  # 6.3e9, halves of 63 heads
+DRAFT = Inflation(hidden_size=2016, layers=16, intermediate_size=6144, kv_heads=21)  # 0.75e9
 PROMPTS = (
     "def read_lines(path):", "class Stack:\n    def __init__(self):", "import os\n\n\ndef main():", "with open(path)",
     'def join(self, timeout=None):\n    """Wait', "try:\n    import json\nexcept", "    return self._value\n\n    def",
@@ -46,7 +46,7 @@ PROMPTS = (
     "raise ValueError(", "if __name__ == ", "    for key, value in", "def parse(text):\n    tokens =", "async def run",
 )  # fmt: skip
 NEW_TOKENS, REPEATS, DRAFTED, LONG = 128, 3, 3, 1500
-LIMIT, TINY_LIMIT = 150, 900  # seconds for each of the two stages
+LIMIT, TINY_LIMIT = 190, 900  # seconds for each of the two stages
 ONE, PAIR = "one", "pair"
 
 
