@@ -1,13 +1,14 @@
 """Two GPUs against one: tensor parallel, prompts shared by processes, the draft on a GPU of its own, layers on both.
 
-    python scripts/measure_parallel.py --out results/parallel_h200.json   # two GPUs, about 5 minutes, 15 GB of disk
+    python scripts/measure_parallel.py --out results/parallel_h200.json   # two GPUs, 5 to 8 minutes, 15 GB of disk
     python scripts/measure_parallel.py --tiny --out FILE                  # the same steps with toys on a CPU, by gloo
 
 The target is the embedded one grown to 6.3 billion parameters, the draft the embedded one grown to 0.75: they cost what
-such models cost, and accept what the embedded pair accepts. One process measures one GPU, a draft on a second one, and
-layers on both; then torchrun starts two processes, which first share the prompts and then the model. Passes are
-recorded (`--compile graph`) in all layouts but that of layers, since a spread model is not compiled; "compiled" is one
-GPU as it is by default. A time is the best of REPEATS calls after one that records. Texts are compared in exact mode.
+such models cost, and accept what the embedded pair accepts. One process measures one GPU, and a draft on a second one;
+then torchrun starts two processes, which first share the prompts and then the model; a last process measures layers on
+both GPUs, and one GPU as it is by default ("compiled"). Else passes are recorded (`--compile graph`), but for layers on
+both, which run eagerly. A time is the best of REPEATS calls after one that records. Texts are compared in exact mode.
+FILE is written after every layout. A stage that hangs is stopped, and the next one begins.
 
 "plain N": N prompts in batches of up to 8, 128 new tokens each; "prompts": 8 long prompts and one new token; "draft":
 one prompt with drafts of 3 tokens, where texts are compared with plain ones.
@@ -25,6 +26,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -46,19 +49,21 @@ PROMPTS = (
     "raise ValueError(", "if __name__ == ", "    for key, value in", "def parse(text):\n    tokens =", "async def run",
 )  # fmt: skip
 NEW_TOKENS, REPEATS, DRAFTED, LONG = 128, 3, 3, 1500
-LIMIT, TINY_LIMIT = 190, 900  # seconds for each of the two stages
-ONE, PAIR = "one", "pair"
+LIMIT, TINY_LIMIT = 510, 1800  # seconds in all
+SHARES = {"one": 0.35, "pair": 0.4, "rest": 1.0}  # stages, and how much of the limit each may take
+FOUND = "found.json"  # in the folder of the models
+SILENCE = timedelta(seconds=90)  # a process that waits so long for another one ends
 
 
 class Stage:
-    """One process of a stage: it measures, and the first one writes `file` after every layout."""
+    """One process of a stage: it measures, and the first one writes all that was found after every layout."""
 
-    def __init__(self, folder: Path, name: str, tiny: bool, compile: str):
-        self.folder, self.tiny, self.file = folder, tiny, folder / f"{name}.json"
+    def __init__(self, folder: Path, tiny: bool, compile: str, out: Path | None):
+        self.folder, self.tiny, self.out = folder, tiny, out
         self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.cuda = torch.cuda.is_available() and not tiny
         self.compile = compile if self.cuda else "off"
-        self.found: dict[str, Any] = {}
+        self.found = found_in(folder)
         self.shelf: dict[str, Any] = {}
         self.tokens, self.repeats = (8, 1) if tiny else (NEW_TOKENS, REPEATS)
 
@@ -75,15 +80,21 @@ class Stage:
         return specdec.SpeculativeDecoder(*models, strategies=[], exact=True, compile=compile or self.compile)
 
     def note(self, name: str, measure: Callable[[], dict[str, Any]]) -> None:
-        """Measure a layout and keep the figures; one that fails is noted, and the others are measured."""
+        """Measure a layout, unless it was; one that fails is noted, and the others are measured."""
+        if "failure" not in self.found.get(name, {"failure": ""}):
+            return
         started = time.perf_counter()
         try:
             self.found[name] = measure()
         except Exception as error:
             self.found[name] = {"failure": f"{type(error).__name__}: {error}".split("\n")[0]}
+        said = self.found[name].get("failure", "")
+        if self.rank == 0 or said:
+            print(f"{name}, process {self.rank}: {time.perf_counter() - started:.0f} s", said, flush=True)
         if self.rank == 0:
-            self.file.write_text(json.dumps(self.found), encoding="utf-8")
-            print(f"{name}: {time.perf_counter() - started:.0f} s", self.found[name].get("failure", ""), flush=True)
+            (self.folder / FOUND).write_text(json.dumps(self.found), encoding="utf-8")
+            if self.out is not None:
+                write_json(self.out, document(self.found))
         gc.collect()
 
     def call(self, decoder: specdec.SpeculativeDecoder, rows: int, **options: Any) -> dict[str, Any]:
@@ -127,7 +138,7 @@ class Stage:
 
 
 def one(stage: Stage) -> None:
-    """One process: one GPU, the draft beside the target or on a second GPU, the target's layers on both."""
+    """One process: one GPU, with the draft beside the target or on a second GPU."""
     first, second = stage.device(0), stage.device(1)
 
     def same_gpu() -> dict[str, Any]:
@@ -140,6 +151,14 @@ def one(stage: Stage) -> None:
         kinds = {"overlapped": True, "waiting": False}
         return {name: stage.drafting(decoder, overlap=overlap) for name, overlap in kinds.items()}
 
+    stage.note("one GPU", same_gpu)
+    stage.note("draft's own GPU", own_gpu)
+
+
+def rest(stage: Stage) -> None:
+    """One process: the target's layers on both GPUs, and one GPU as it is by default."""
+    first, second = stage.device(0), stage.device(1)
+
     def layers() -> dict[str, Any]:
         count = inspect_pair(str(stage.folder / "target")).models[0].config.num_hidden_layers
         places = {f"model.layers.{i}": first if i < count // 2 else second for i in range(count)}
@@ -147,10 +166,9 @@ def one(stage: Stage) -> None:
         decoder = stage.decoder(device_map=places, draft_device=first, compile="off")
         return {"plain 1": stage.call(decoder, 1), "draft": stage.drafting(decoder)}
 
-    stage.note("one GPU", same_gpu)
-    stage.note("draft's own GPU", own_gpu)
     stage.note("layers on both", layers)
     if stage.cuda:
+        stage.shelf.clear()
         stage.note("compiled", lambda: {"plain 1": stage.call(stage.decoder(False, "auto", device=first), 1)})
 
 
@@ -158,7 +176,7 @@ def pair(stage: Stage) -> None:
     """Two processes: they share the prompts, then the model."""
     if stage.cuda:
         torch.cuda.set_device(stage.rank)
-        dist.init_process_group("nccl", device_id=torch.device("cuda", stage.rank))
+        dist.init_process_group("nccl", device_id=torch.device("cuda", stage.rank), timeout=SILENCE)
     else:
         dist.init_process_group("gloo")
 
@@ -194,7 +212,10 @@ def save_models(folder: Path, tiny: bool) -> None:
 
 def table(found: dict[str, Any]) -> list[tuple[str, str, float, str]]:
     """Rows of (layout, what was measured, one GPU's time over its time, texts that are one GPU's)."""
-    base, rows = found["one GPU"], []
+    rows: list[tuple[str, str, float, str]] = []
+    if "one GPU" not in found:
+        return rows
+    base = found["one GPU"]
 
     def add(layout: str, name: str, against: dict[str, Any], plain: dict[str, Any] | None = None) -> None:
         made = found.get(layout, {}).get(name)
@@ -221,28 +242,56 @@ def within(found: dict[str, Any]) -> dict[str, bool]:
     made = {
         name: f["draft"]["ids"] == f["plain 1"]["ids"] for name, f in found.items() if {"draft", "plain 1"} <= f.keys()
     }
-    return made | {"ranks": found.get("tensor parallel", {}).get("same on every rank", False)}
+    spread = found.get("tensor parallel")
+    return made if spread is None else made | {"ranks": spread["same on every rank"]}
 
 
-def run_stage(name: str, folder: Path, tiny: bool, compile: str) -> dict[str, Any]:
-    """Run a stage in processes of its own; returns what it measured before it ended or time was up."""
-    command = [sys.executable, __file__, "--stage", name, "--folder", str(folder), "--compile", compile]
-    command += ["--tiny"] if tiny else []
-    if name == PAIR:
+def run_stage(name: str, limit: float, arguments: Sequence[str], tiny: bool) -> None:
+    """Run a stage in processes of its own, for at most `limit` seconds."""
+    command = [sys.executable, __file__, "--stage", name, *arguments]
+    if name == "pair":
         command[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     # Two GPUs need no multicast, which some hosts do not allow.
     environment = {"NCCL_NVLS_ENABLE": "0", "OMP_NUM_THREADS": "1" if tiny else "8", **os.environ}
     paths = [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    limit = TINY_LIMIT if tiny else LIMIT
     process = subprocess.Popen(command, env=environment, start_new_session=True)
     try:
-        process.wait(limit)
+        process.wait(max(limit, 1))
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)
-        print(f"{name}: stopped after {limit} s", flush=True)
-    file = folder / f"{name}.json"
+        print(f"{name}: stopped after {limit:.0f} s", flush=True)
+        process.terminate()  # torchrun ends its processes, which are in sessions of their own
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(35)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, 9)
+
+
+def found_in(folder: Path) -> dict[str, Any]:
+    """What was found so far, by layout."""
+    file = folder / FOUND
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+
+
+def run_stages(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
+    """Run all stages within the limit; where recorded passes fail on two processes, these run once more, eagerly."""
+    started, limit = time.monotonic(), TINY_LIMIT if given.tiny else LIMIT
+    out = [] if given.out is None else ["--out", str(given.out)]
+    arguments = ["--folder", str(folder), *out, *(["--tiny"] if given.tiny else [])]
+    if not (folder / "draft").exists():
+        save_models(folder, given.tiny)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+    def stage(name: str, compile: str, share: float) -> None:
+        left = limit - (time.monotonic() - started)
+        run_stage(name, min(left, share * limit), [*arguments, "--compile", compile], given.tiny)
+
+    for name, share in SHARES.items():
+        stage(name, given.compile, share)
+        if name == "pair" and given.compile != "off" and "ranks" not in within(succeeded(found_in(folder))):
+            stage(name, "off", share / 2)
+    return found_in(folder)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -251,43 +300,42 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tiny", action="store_true", help="the embedded pair on a CPU")
     parser.add_argument("--folder", type=Path, help="where the grown models are kept; default: a temporary folder")
     parser.add_argument("--compile", choices=("graph", "off"), default="graph", help="how passes run")
-    parser.add_argument("--stage", choices=(ONE, PAIR), help=argparse.SUPPRESS)
+    parser.add_argument("--stage", choices=tuple(SHARES), help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 8)))
     if given.stage is not None:
-        {ONE: one, PAIR: pair}[given.stage](Stage(given.folder, given.stage, given.tiny, given.compile))
+        {"one": one, "pair": pair, "rest": rest}[given.stage](Stage(given.folder, given.tiny, given.compile, given.out))
         return
     if not given.tiny and torch.cuda.device_count() < 2:
         sys.exit("needs two GPUs; --tiny runs the same steps on a CPU")
     folder = given.folder or Path(tempfile.mkdtemp(prefix="specdec-parallel-"))
     try:
-        if not (folder / "draft").exists():
-            save_models(folder, given.tiny)
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        found = {}
-        for name in (ONE, PAIR):
-            found |= run_stage(name, folder, given.tiny, given.compile)
+        report(run_stages(folder, given))
     finally:
         if given.folder is None:
             shutil.rmtree(folder)
-    report(found, given.out)
 
 
-def report(found: dict[str, Any], out: Path | None) -> None:
-    """Print the table, and write it with what was measured."""
-    failures = {name: f["failure"] for name, f in found.items() if "failure" in f}
-    measured = {name: f for name, f in found.items() if name not in failures}
-    rows = table(measured) if "one GPU" in measured else []
+def succeeded(found: dict[str, Any]) -> dict[str, Any]:
+    """The layouts that did not fail."""
+    return {name: f for name, f in found.items() if "failure" not in f}
+
+
+def document(found: dict[str, Any]) -> dict[str, Any]:
+    """What is written: the table, and what was measured without the texts."""
+    slim = {n: {k: {x: y for x, y in v.items() if x != "ids"} if isinstance(v, dict) else v for k, v in f.items()}
+            for n, f in found.items()}  # fmt: skip
+    rows, same = table(succeeded(found)), within(succeeded(found))
+    return {**origin(), "new_tokens": NEW_TOKENS, "n_max": DRAFTED, "rows": rows, "within": same, "measured": slim}
+
+
+def report(found: dict[str, Any]) -> None:
+    """Print the table."""
     print(f"{'layout':<18}{'measured':<12}{'speed-up':>9}  texts against one GPU, plain")
-    for layout, name, ratio, texts in rows:
+    for layout, name, ratio, texts in table(succeeded(found)):
         print(f"{layout:<18}{name:<12}{ratio:>8.2f}x  {texts}")
-    print("in each layout speculative = plain:", within(measured), failures or "")
-    if out is not None:
-        slim = {n: {k: {x: y for x, y in v.items() if x != "ids"} if isinstance(v, dict) else v for k, v in f.items()}
-                for n, f in found.items()}  # fmt: skip
-        document = {**origin(), "new_tokens": NEW_TOKENS, "n_max": DRAFTED, "rows": rows, "within": within(measured)}
-        write_json(out, {**document, "measured": slim})
+    print("in each layout speculative = plain:", within(succeeded(found)))
+    print("failed:", {name: f["failure"] for name, f in found.items() if "failure" in f} or "none")
 
 
 if __name__ == "__main__":
