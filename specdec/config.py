@@ -55,7 +55,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0.0, math.inf),
     "top_p": (0.0, 1.0),
     "min_p": (0.0, 1.0),
-    "repetition_penalty": (0.0, math.inf),
+    "repetition_penalty": (1e-30, 1e30),  # scores that are divided by less than this leave float32
     **dict.fromkeys(OWN_FIELDS, (-2.0, 2.0)),
 }
 _CHOICES = {"order": ("given", "upstream"), "draft_length": ("auto", "given", None)}
@@ -68,7 +68,7 @@ class GenerationSettings:
     max_new_tokens: most tokens emitted per row.
     acceptance: a rule, or its name: "leviathan", "typical:eps=0.3", "my_module:my_rule".
     seed: int = row i is keyed (seed, i); list = one seed per prompt; None = fresh.
-    temperature: 0 = greedy. top_k: 0 = off. top_p: in (0, 1]. min_p: in [0, 1]. repetition_penalty: > 0.
+    temperature: 0 = greedy. top_k: 0 = off. top_p: in (0, 1]. min_p: in [0, 1]. repetition_penalty: in [1e-30, 1e30].
     presence_penalty, frequency_penalty: in [-2, 2], OpenAI's, over generated ids.
     eos_token_id: UNSET = the model's; None = none; int or list.
     logits_processor: transformers' processors, callables, or `specdec.sampling.constraints`.
@@ -156,8 +156,6 @@ class GenerationSettings:
             raise SpecdecError(f"verify_width must be at most {WIDEST}, got {self.verify_width}")
         if self.top_p == 0:
             raise SpecdecError("top_p must be in (0, 1], got 0: it would leave no token")
-        if self.repetition_penalty == 0:
-            raise SpecdecError("repetition_penalty must be > 0, got 0")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise SpecdecError(f"{name} must be {' or '.join(map(repr, choices))}, got {getattr(self, name)!r}")
@@ -386,8 +384,8 @@ def _check_biases(value: Any) -> None:
     pairs = value.items() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
     for pair in pairs:
         bias = pair[1] if isinstance(pair, list | tuple) and len(pair) > 1 else 0.0
-        if isinstance(bias, float) and not bias < math.inf:
-            raise SpecdecError(f"sequence_bias: a bias must be a number or -inf, got {bias!r}")
+        if isinstance(bias, int | float) and not bias <= torch.finfo(torch.float32).max:
+            raise SpecdecError(f"sequence_bias: a bias must be a number of float32 or -inf, got {bias!r}")
 
 
 def _check_decay(value: Any) -> None:

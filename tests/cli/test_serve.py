@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from specdec import SpecdecError, SpeculativeDecoder
@@ -258,6 +260,58 @@ def test_errors_have_openais_form_and_name_the_field(
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["type"]) == (status, param, "invalid_request_error")
     assert message in error["message"]
+
+
+EDGES = st.sampled_from(
+    [0, 1, -1, 0.5, 1e-300, 5e-324, 1e-38, 1e39, 1e300, 2**63, -(2**63), 10**40, "", "\ud800", "\0"]
+)
+ANY = st.recursive(
+    EDGES | st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=17) | st.dictionaries(st.text(max_size=4), inner, max_size=2),
+    max_leaves=8,
+)
+NAMES = sorted({*serving.Completion.model_fields, *serving.Chat.model_fields, "logit_bias", "tools", "user", "other"})
+BODIES = st.dictionaries(st.sampled_from(NAMES), EDGES | ANY, max_size=3)
+ROLES = {"role": st.sampled_from(["user", "system", ""]) | ANY, "content": st.text(max_size=4) | ANY, "name": ANY}
+MESSAGES = st.lists(st.fixed_dictionaries({}, optional=ROLES), max_size=3)
+
+
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(BODIES, MESSAGES | st.none(), st.booleans())
+@example({"repetition_penalty": 1e-300}, None, False)
+@example({"repetition_penalty": 1e-300, "stream": True}, None, False)
+@example({}, [{"role": "user", "content": "hi"}], True)
+@example({"max_tokens": 0}, [{"role": "user"}], True)
+def test_no_request_is_the_servers_fault(
+    worker: Any, fields: dict[str, Any], messages: list[dict[str, Any]] | None, chat: bool
+) -> None:
+    """Whatever a field holds: an answer, or a line about what is wrong."""
+    worker.context = 24
+    said = {"messages": messages or [{"role": "user", "content": "a"}]} if chat else {"prompt": "a"}
+    raw = json.dumps({"max_tokens": 2, **said, **fields}).encode("utf-8", "surrogatepass")
+
+    async def send() -> httpx.Response:
+        async with client_of(worker) as client:
+            return await client.post(CHATS if chat else COMPLETIONS, content=raw)
+
+    answer = asyncio.run(send())
+    if answer.status_code == 200:
+        assert '"server_error"' not in answer.text
+    else:
+        assert answer.status_code in (400, 404)
+        assert re.fullmatch(".{1,600}", answer.json()["error"]["message"])
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"null", b"\xff", b'{"prompt":' + b"[" * 9999, b'{"n": 1' + b"0" * 5000]
+)
+def test_a_body_that_is_no_request_is_refused(worker: Any, body: bytes) -> None:
+    async def send() -> httpx.Response:
+        async with client_of(worker) as client:
+            return await client.post(COMPLETIONS, content=body)
+
+    answer = asyncio.run(send())
+    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
 
 
 def test_fields_without_a_meaning_here_are_left_alone(worker: Any) -> None:

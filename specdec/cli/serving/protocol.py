@@ -75,7 +75,7 @@ class Request(BaseModel):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     top_k: int | None = Field(None, ge=0)
     min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0)
+    repetition_penalty: float | None = Field(None, ge=1e-30, le=1e30)
     ignore_eos: bool | None = None
 
     @property
