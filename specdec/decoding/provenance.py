@@ -6,7 +6,8 @@ import hashlib
 import json
 import platform
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -40,9 +41,9 @@ class WeightHash:
 
     def get(self) -> str:
         """Compute the hash, 16 hex digits."""
-        digest = hashlib.sha256()
+        digest, modules = hashlib.sha256(), dict(self.model.named_modules())
         samples: dict[torch.device, list[Tensor]] = {}
-        for name, tensor in _weights(self.model):
+        for name, tensor in _weights(modules):
             digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
             if is_traceable_wrapper_subclass(tensor):
                 digest.update(f"{type(tensor).__name__}{getattr(tensor, 'act_quant_kwargs', None)}".encode())
@@ -50,18 +51,25 @@ class WeightHash:
                 if not part.is_meta:
                     samples.setdefault(part.device, []).append(_sampled(part))
         for device, found in samples.items():
+            # Values of one dtype are converted together: a model has hundreds of tensors, and a call waits for this.
+            runs = [torch.cat(list(run)).to(torch.float32) for _, run in groupby(found, lambda t: t.dtype)]
             with sync_allowed(device):
-                digest.update(torch.cat(found).cpu().numpy().tobytes())
-        for setting in _settings(self.model):
+                digest.update(torch.cat(runs).cpu().numpy().tobytes())
+        for setting in _settings(modules):
             digest.update(setting.encode())
         parts = Ranks.of(self.model).all(digest.hexdigest())
         return parts[0][:16] if len(parts) == 1 else hashlib.sha256("".join(parts).encode()).hexdigest()[:16]
 
 
-def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters, and buffers stored with them: quantised weights can be buffers."""
-    yield from model.named_parameters()
-    for prefix, module in model.named_modules():
+def _weights(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters, each once, and buffers stored with them: quantised weights can be buffers."""
+    seen = set()
+    for prefix, module in modules.items():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield f"{prefix}.{name}" if prefix else name, parameter
+    for prefix, module in modules.items():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 yield f"{prefix}.{name}", buffer
@@ -69,12 +77,12 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _sampled(tensor: Tensor) -> Tensor:
     flat = (tensor.int_repr() if tensor.is_quantized else tensor).reshape(-1)
-    return flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES].to(torch.float32)
+    return flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES]
 
 
-def _settings(model: nn.Module) -> Iterator[str]:
+def _settings(modules: Mapping[str, nn.Module]) -> Iterator[str]:
     """Yield plain settings of other packages' modules and of modules with their own `forward`, such as a scale."""
-    for name, module in model.named_modules():
+    for name, module in modules.items():
         own = vars(module)
         if type(module).__module__.split(".")[0] in _KNOWN and "forward" not in own:
             continue
