@@ -61,7 +61,10 @@ class Admission:
 
     def _start(self, rows: Mapping[int, Row]) -> None:
         with self.clock.phase("prefill"):
-            known = {slot: self._restore(slot, row) for slot, row in rows.items()}
+            # With thousands of short rows, looking for prefixes would take longer than prefill.
+            shares = self.observed is None and any(len(row.tokens) >= SHORT for row in rows.values())
+            held = self._held() if shares else None
+            known = {slot: self._restore(slot, row, held) for slot, row in rows.items()}
             self._prefill({slot: row.tokens[known[slot] :].tolist() for slot, row in rows.items()}, known)
             for slot, row in rows.items():
                 row.alone = len(rows) == 1
@@ -83,23 +86,23 @@ class Admission:
 
     def rotate_anew(self, active: Sequence[tuple[int, Row]]) -> None:
         """Recompute rows whose rotation factors have changed with their length (models/rope.py)."""
-        for slot, row in active:
+        for slot, row in active if self.runner.rope is not None else ():
             if self.runner.follow(self.cache, slot, row.size - 1):
                 with self.clock.phase("prefill"):
                     self._prefill({slot: row.tokens.tolist()}, {slot: 0})
                     row.alone = True
 
-    def _restore(self, slot: int, row: Row) -> int:
+    def _restore(self, slot: int, row: Row, held: KeptRows | None) -> int:
         """Copy the longest known prefix of the row's prompt into the slot and wipe the rest; returns its length."""
-        shares = self.observed is None and len(row.tokens) >= SHORT
-        held = self._held() if shares else None  # with thousands of short rows, looking would take longer than prefill
         self.slots[slot] = None  # from here on the slot's cache is not the old row's, also after an interrupt
         self.runner.follow(self.cache, slot, row.size - 1)
         known = self.kept.copy_into(self.cache, slot, row.tokens) if self.kept else 0
         if held is not None:
             if known > 0:  # the slot now holds what an earlier call kept instead of its last row
                 held.texts[slot] = NO_TEXT
-            known = held.copy_into(self.cache, slot, row.tokens, known)
+            if len(row.tokens) >= SHORT:
+                known = held.copy_into(self.cache, slot, row.tokens, known)
+            held.texts[slot] = NO_TEXT
         self.cache.wipe(slot, known)
         return known
 

@@ -89,7 +89,8 @@ class Engine:
         """Give every row a draft: what is left of its last one, or a new one from the chain, perhaps empty."""
         new = [(b, row) for b, row in active if row.pending is None]
         # A round emits one token more than it accepts, so a row with room for one token has no use for a draft.
-        requests = [self._request(b, row) for b, row in new if self._room(row) > 0 and self.chain.drafters]
+        asked = new if self.chain.drafters else []
+        requests = [self._request(b, row) for b, row in asked if self._room(row) > 0]
         drafts: dict[int, Draft] = {}
         if requests:
             made = self.chain.draft(requests, len(self.queue))

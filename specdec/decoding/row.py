@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -49,8 +49,7 @@ class StopRules:
         return text
 
 
-@dataclass(frozen=True)
-class RowVerdict:
+class RowVerdict(NamedTuple):
     """What a pass has decided about one row's draft.
 
     path: the accepted tokens by their place in the draft, from the newest token on
@@ -107,8 +106,8 @@ class Row:
     round_key: int = 0  # of the open round
 
     def __post_init__(self) -> None:
-        room = min(self.stops.context, len(self.prompt) + self.stops.max_new_tokens)
-        self.ids = np.zeros(max(room, len(self.prompt)) + 1, dtype=np.int64)
+        self.longest = min(self.stops.context, len(self.prompt) + self.stops.max_new_tokens)
+        self.ids = np.zeros(max(self.longest, len(self.prompt)) + 1, dtype=np.int64)
         self.ids[: len(self.prompt)] = self.prompt
         self.size = len(self.prompt)
         if self.room == 0:
@@ -130,8 +129,7 @@ class Row:
     @property
     def room(self) -> int:
         """Tokens that may still be emitted."""
-        longest = min(self.stops.context, len(self.prompt) + self.stops.max_new_tokens)
-        return max(0, longest - self.size)
+        return max(0, self.longest - self.size)
 
     def _limit(self) -> str:
         done = self.size - len(self.prompt)
@@ -155,7 +153,7 @@ class Row:
             return "stop_string"
         if self.stops.criteria and self._criterion():
             return "stopping_criteria"
-        return self._limit() if self.room == 0 else None
+        return self._limit() if self.size >= self.longest else None
 
     def _stop_string(self) -> bool:
         start = max(len(self.prompt), self.size - self.stops.window)

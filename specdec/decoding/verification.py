@@ -116,10 +116,11 @@ class Verifier:
         """Plan the pass that verifies what the rows have pending."""
         limit = self.shapes.verify_width
         drafts = {b: row.pending for b, row in active if row.pending is not None}
-        counts = [1 + min(len(drafts[b]), limit - 1) if b in drafts else 0 for b in range(self.batch)]
-        starts = [0] * self.batch
+        starts, counts = [0] * self.batch, [0] * self.batch
         for b, row in active:
             starts[b] = row.size - 1
+        for b, draft in drafts.items():
+            counts[b] = 1 + min(len(draft), limit - 1)
         levels = siblings = 0
         if any(draft.parents is not None for draft in drafts.values()):
             bounds = [_bounds(draft, limit) for draft in drafts.values()]
@@ -162,14 +163,13 @@ class Verifier:
     def _key(self, runner: Runner, plan: PassPlan) -> VerifyKey:
         region = plan.width if plan.has_trees else 0
         given = runner.key(self.cache, self.shapes, plan.width, plan.reach, region)
-        drafted = sum(len(draft) > 0 for draft in plan.drafts.values())
         return VerifyKey(
             given=given._replace(observed=self.observed),
             limit=self.shapes.verify_width,
             vocab_size=self.vocab_size,
             rule=self.rule,
             sampling=self.sampling.signature_with(self.texts),
-            all_have_q=bool(plan.q) and len(plan.q) == drafted,
+            all_have_q=bool(plan.q) and len(plan.q) == sum(len(draft) > 0 for draft in plan.drafts.values()),
             levels=plan.levels,
             siblings=plan.siblings,
             wanted=self.wanted,
@@ -194,11 +194,15 @@ class Verifier:
         host = np.zeros((self.batch, at.DRAFT + width), dtype=np.int64)
         parents = np.full((self.batch, width if plan.has_trees else 0), -1, dtype=np.int64)
         host[:, at.STARTS], host[:, at.COUNTS], host[:, at.LIMITS] = plan.starts, plan.counts, limit
-        for b, row in plan.rows:
-            host[b, at.LAST : at.TOTALS] = row.last, row.key, row.size, row.accepted, row.round_key
+        # One write of all rows: of many, one write each would take most of a round.
+        host[[b for b, _ in plan.rows], at.LAST : at.TOTALS] = [
+            (row.last, row.key, row.size, row.accepted, row.round_key) for _, row in plan.rows
+        ]
         # By column: what only the device knows.
         late: dict[int, dict[int, Tensor]] = {at.DRAFT: {}, at.TOTALS: {}, at.DRAFT + width: {}}
         for b, draft in plan.drafts.items():
+            if len(draft) == 0:
+                continue
             host[b, at.TOTALS : at.HAS_Q + 1] = len(draft), b in plan.q
             if isinstance(draft.tokens, Tensor):
                 late[at.DRAFT][b] = draft.tokens if len(draft) <= width else draft.tokens[:width]

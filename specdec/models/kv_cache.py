@@ -288,10 +288,9 @@ class KeptRows:
         """
         if self.cache.states is not None:
             return 0, 0
-        alike = [long == is_long for long in self.is_long]
-        shared = [common_prefix(text, ids) if a else 0 for text, a in zip(self.texts, alike, strict=False)]
-        best = max(range(len(shared)), key=shared.__getitem__, default=0)
-        return best, shared[best] // self.step * self.step if shared else 0
+        alike = zip(self.texts, self.is_long, strict=False)
+        row, n = longest_prefix(ids, [text if long == is_long else text[:0] for text, long in alike])
+        return row, n // self.step * self.step
 
     def copy_into(self, cache: RaggedCache, slot: int, ids: np.ndarray, known: int = 0) -> int:
         """Copy the longest prefix of `ids` into a slot of `cache`; returns how many tokens of it the slot has then.
@@ -315,14 +314,25 @@ def prefix_groups(texts: Mapping[int, np.ndarray], least: int = SHORT, step: int
     for row, text in texts.items():
         known = 0
         for group in groups:
-            shared = [common_prefix(text, texts[other]) // step * step for other in group]
-            if max(shared) - known < least:
+            shared = longest_prefix(text, [texts[other] for other in group])[1] // step * step
+            if shared - known < least:
                 group.append(row)
                 break
-            known = max(known, *shared)
+            known = max(known, shared)
         else:
             groups.append([row])
     return groups
+
+
+def longest_prefix(ids: np.ndarray, texts: Sequence[np.ndarray]) -> tuple[int, int]:
+    """Return (i, n): the first of the texts that share most leading ids with `ids`, and how many; n = 0: none does."""
+    best = n = 0
+    for i, text in enumerate(texts):
+        if n < len(text) and n < len(ids) and text[n] == ids[n]:  # most texts of many share no more than one before
+            shared = common_prefix(text, ids)
+            if shared > n:
+                best, n = i, shared
+    return best, n
 
 
 def common_prefix(a: np.ndarray, b: np.ndarray) -> int:

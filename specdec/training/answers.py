@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from specdec.decoding.prompts import encode_prompts
 from specdec.decoding.provenance import WeightHash
 from specdec.errors import SpecdecError
 from specdec.files.forms import WHOLE, check
-from specdec.files.texts import parse_json, parse_json_lines, read_text, write_file, writing
+from specdec.files.texts import duration, parse_json, parse_json_lines, read_text, write_file, writing
 from specdec.research.prompts.datasets import as_given
 from specdec.training.config import TrainingConfig, TrainingData, content_hash
 
@@ -78,21 +79,32 @@ def parse_part(text: str) -> tuple[int, int]:
 
 
 def write_answers(
-    plan: Plan, decoder: SpeculativeDecoder, config: TrainingConfig, part: tuple[int, int], advance: Callable[[], None]
+    plan: Plan, decoder: SpeculativeDecoder, config: TrainingConfig, part: tuple[int, int], advance: Callable[[str], None]
 ) -> Path:
-    """Write one shard of the answers, or what is missing of it. Raises SpecdecError for a file of other answers."""
+    """Write one shard of the answers, or what is missing of it, until `data.minutes` are over.
+
+    Raises SpecdecError for a file of other answers.
+    """
     file = config.folder / f"answers-{part[0]}-of-{part[1]}.jsonl"
     data = config.data
     _begin(file, plan)
     done = _written(plan, config)
     missing = [i for i in plan.shard(*part) if i not in done]
+    tokens, started = 0, time.perf_counter()
     for first in range(0, len(missing), data.batch_size):
+        seconds = time.perf_counter() - started
+        if data.minutes is not None and first and seconds > 60 * data.minutes:
+            break
         rows = missing[first : first + data.batch_size]
-        outputs = zip(rows, _outputs(plan, decoder, data, rows), strict=True)
-        made = [json.dumps({"index": i, "prompt": plan.prompts[i], "output": ids}) for i, ids in outputs]
+        outputs = _outputs(plan, decoder, data, rows)
+        pairs = zip(rows, outputs, strict=True)
+        made = [json.dumps({"index": i, "prompt": plan.prompts[i], "output": ids}) for i, ids in pairs]
         with writing(file, "answers"), file.open("a", encoding="utf-8") as lines:
             lines.write("".join(f"{line}\n" for line in made))
-        advance()
+        tokens, seconds = tokens + sum(map(len, outputs)), time.perf_counter() - started
+        written = first + len(rows)
+        left = duration(seconds / written * (len(missing) - written))
+        advance(f"{written} of {len(missing)} answers, {tokens / seconds:.0f} tokens/s, about {left} left")
     return file
 
 
@@ -141,14 +153,14 @@ def _rows(file: Path, plan: Plan) -> Iterator[dict[str, Any]]:
 
 
 def read_answers(plan: Plan, config: TrainingConfig) -> tuple[list[Answer], list[Answer]] | None:
-    """(to train on, held out), from all shards; None = rows are missing."""
+    """(to train on, held out), from all shards; None = rows are missing, and not for want of time."""
     found = _written(plan, config)
-    if len(found) < len(plan.prompts):
+    if len(found) < (len(plan.prompts) if config.data.minutes is None else 1):
         return None
     start = 0 if config.data.whole or not config.data.max_new_tokens else None
     parts: tuple[list[Answer], list[Answer]] = ([], [])
-    for i, held in enumerate(plan.held):
-        parts[held].append(_answer(found[i], config, start))
+    for i, row in sorted(found.items()):
+        parts[plan.held[i]].append(_answer(row, config, start))
     return _usable(parts)
 
 

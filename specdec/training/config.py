@@ -34,6 +34,7 @@ class TrainingData(DataConfig):
     whole: train on the prompts' text as well as on the answers
     temperature: of the answers, and of the drafts that the head is for; 0 = greedy
     batch_size: answers that are written in one batch
+    minutes: of writing answers: no batch is begun after them, and training uses what is there; None = all are written
     """
 
     limit: int | None = None
@@ -46,6 +47,7 @@ class TrainingData(DataConfig):
     whole: bool = False
     temperature: float = 1.0
     batch_size: int = 16
+    minutes: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,6 +60,7 @@ class TrainingData(DataConfig):
             "whole": BOOL,
             "temperature": number(0.0),
             "batch_size": whole(1),
+            "minutes": Maybe(number(0.0)),
         }
         check_fields(self, form, "data")
         if self.turns != "first":

@@ -105,7 +105,7 @@ def _answers(
     # Compiling takes longer than it gains, and exact mode's wider passes cost large batches: nothing is compared.
     how = "graph" if next(target.parameters()).device.type == "cuda" else "off"
     decoder = SpeculativeDecoder(target, None, tokenizer, strategies=[], compile=how, exact=False)
-    write_answers(plan, decoder, config, part or (0, 1), lambda: advance("writing answers"))
+    write_answers(plan, decoder, config, part or (0, 1), advance)
     return None if part else read_answers(plan, config)
 
 

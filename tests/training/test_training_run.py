@@ -64,7 +64,7 @@ def test_answers_are_the_same_after_a_kill_and_from_shards(
     plan = Plan.make(config, decoder.target.model, decoder.tokenizer)
 
     def write(config: TrainingConfig, part: tuple[int, int]) -> Path:
-        return write_answers(plan, decoder, config, part, lambda: None)
+        return write_answers(plan, decoder, config, part, quiet)
 
     whole = write(config, (0, 1))
     assert len(rows(whole)) == len(plan.prompts) == 5
@@ -85,7 +85,7 @@ def test_answers_are_plain_decodings_and_what_is_held_out_is_not_trained_on(
 ) -> None:
     config = small(tmp_path, target)
     plan = Plan.make(config, decoder.target.model, decoder.tokenizer)
-    write_answers(plan, decoder, config, (0, 1), lambda: None)
+    write_answers(plan, decoder, config, (0, 1), quiet)
     found = read_answers(plan, config)
     assert found is not None
     train, held = found
@@ -93,7 +93,7 @@ def test_answers_are_plain_decodings_and_what_is_held_out_is_not_trained_on(
     assert not {a.ids for a in train} & {a.ids for a in held}
     greedy = small(tmp_path, target, "greedy", data=settings(target, tmp_path)["data"] | {"temperature": 0.0})
     plan = Plan.make(greedy, decoder.target.model, decoder.tokenizer)
-    write_answers(plan, decoder, greedy, (0, 1), lambda: None)
+    write_answers(plan, decoder, greedy, (0, 1), quiet)
     outputs = [row["output"] for _, row in sorted(rows(greedy.folder / "answers-0-of-1.jsonl").items())]
     assert outputs == decoder.generate(plan.prompts, 10).token_ids
 
@@ -104,16 +104,16 @@ def test_answers_to_other_settings_are_refused(
 ) -> None:
     config = small(tmp_path, target)
     plan = Plan.make(config, decoder.target.model, decoder.tokenizer)
-    write_answers(plan, decoder, config, (0, 1), lambda: None)
+    write_answers(plan, decoder, config, (0, 1), quiet)
     other = small(tmp_path, target, data=settings(target, tmp_path)["data"] | change)
     with pytest.raises(SpecdecError, match="answers of another target, other prompts or other settings"):
-        write_answers(Plan.make(other, decoder.target.model, decoder.tokenizer), decoder, other, (0, 1), lambda: None)
+        write_answers(Plan.make(other, decoder.target.model, decoder.tokenizer), decoder, other, (0, 1), quiet)
 
 
 def test_answers_of_another_target_are_refused(tmp_path: Path, target: Path, decoder: SpeculativeDecoder) -> None:
     config = small(tmp_path, target)
     plan = Plan.make(config, decoder.target.model, decoder.tokenizer)
-    write_answers(plan, decoder, config, (0, 1), lambda: None)
+    write_answers(plan, decoder, config, (0, 1), quiet)
     weight = decoder.target.model.lm_head.weight
     with torch.no_grad():
         weight.mul_(1.5)
@@ -139,10 +139,22 @@ def test_a_batch_of_answers_is_one_batch(
         return out
 
     monkeypatch.setattr(decoder, "generate", watched)
-    write_answers(
-        Plan.make(config, decoder.target.model, decoder.tokenizer), decoder, config, (0, 1), lambda *said: None
-    )
+    write_answers(Plan.make(config, decoder.target.model, decoder.tokenizer), decoder, config, (0, 1), quiet)
     assert batches == [10, 2]
+
+
+def test_answers_end_by_the_clock_and_go_on(tmp_path: Path, target: Path, decoder: SpeculativeDecoder) -> None:
+    texts = [f"def f{i}():" for i in range(6)]
+    data = settings(target, tmp_path)["data"] | {"texts": texts, "batch_size": 4, "held_out": 3}
+    config, whole = small(tmp_path, target, data=data | {"minutes": 0}), small(tmp_path, target, data=data)
+    plan = Plan.make(config, decoder.target.model, decoder.tokenizer)
+    for written in (4, 6):
+        said: list[str] = []
+        write_answers(plan, decoder, config, (0, 1), said.append)
+        assert len(said) == 1 and "answers" in said[0] and "left" in said[0]
+        found = read_answers(plan, config)
+        assert found is not None and sum(map(len, found)) == written
+        assert (read_answers(plan, whole) is None) == (written < 6)
 
 
 def test_a_part_is_i_of_n() -> None:
@@ -236,7 +248,7 @@ def test_prompts_are_trained_on_where_asked(tmp_path: Path, target: Path, decode
     data = settings(target, tmp_path)["data"]
     config = small(tmp_path, target, data=data | {"whole": True})
     plan = Plan.make(config, decoder.target.model, decoder.tokenizer)
-    write_answers(plan, decoder, config, (0, 1), lambda: None)
+    write_answers(plan, decoder, config, (0, 1), quiet)
     found = read_answers(plan, config)
     assert found is not None
     assert all(a.start == 0 for part in found for a in part)
