@@ -32,11 +32,9 @@ import torch
 
 from specdec.device.buffers import Buffers
 from specdec.device.memory import forget, is_out_of_memory
-from specdec.device.ranks import Ranks
 from specdec.device.transfer import sync_allowed
 from specdec.errors import SpecdecError
 
-SPREAD = "does not go with a model that is spread over processes, which runs as recorded graphs"
 MODES = ("off", "graph", "inductor", "max")
 # `auto` compiles models of so many layers and parameters. Layers share one compilation, so it takes some 3 s a shape of
 # pass whatever the size, and saves some 75 microseconds a layer and pass (docs/speed.md): a model of 8 layers has to
@@ -81,13 +79,9 @@ def choose_mode(value: str, model: Any, layers: int, device: torch.device) -> Ch
         if value != "auto":
             warnings.warn(f"compile={value!r} {reason}", stacklevel=3)
         return Choice("off", f"compile={value!r} {reason}")
-    spread = Ranks.of(model).size > 1
-    if spread and value in ("inductor", "max"):
-        warnings.warn(f"compile={value!r} {SPREAD}", stacklevel=3)
-        return Choice("graph", f"compile={value!r} {SPREAD}")
     if value != "auto":
         return Choice(value)
-    reason = f"compile='max' {SPREAD}" if spread else _why_not_compiled(model, layers)
+    reason = _why_not_compiled(model, layers)
     return Choice("max" if reason is None else "graph", reason)
 
 

@@ -43,6 +43,7 @@ from specdec.models.quantised import rows_of, weight_of
 from specdec.models.recurrent_state import Recurrence
 from specdec.models.rope import RowRope, switch_position
 from specdec.models.state import recorded_from
+from specdec.models.tensor_parallel import share_forwards
 from specdec.models.trees import TreePass
 from specdec.models.view import ModelView
 
@@ -179,6 +180,8 @@ class Runner:
         self.config: Any = self.model.config.get_text_config()
         self.facts = self.measure()
         self.device, self.dtype, self.embedded, self.vocab_size, self.context, n_layers = self.facts
+        if self.view.private:
+            share_forwards(self.view.model)
         self.masks = MaskBuilder(self.config, self.view.implementation, self.dtype)
         self.recurrence = Recurrence.of(self.view.model)
         if self.recurrence is not None:

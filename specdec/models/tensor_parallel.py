@@ -2,15 +2,23 @@
 
 Each process holds some heads of every attention and some columns of every product, and the partial results are summed
 twice a layer. K/V caches hold a process's own heads. The draft is loaded whole in every process.
+
+transformers gives each spread module a `forward` of its own, which code that is compiled once for all layers cannot
+serve. So in specdec's view of the model they have a class in its place.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 from transformers.distributed import DistributedConfig
 
 from specdec.errors import SpecdecError
@@ -43,3 +51,40 @@ def loading_options(tp_plan: Any, config: Any, where: str) -> dict[str, Any]:
                 raise SpecdecError(f"{where} has {heads} {name} heads, which {size} processes cannot share evenly")
     # A plan of one process is not spread at all.
     return {"distributed_config": DistributedConfig(tp_plan=tp_plan if tp_plan == "auto" else dict(tp_plan))}
+
+
+class Columns(nn.Linear):
+    """A projection of which a process computes some columns."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, _own(self.weight), _own(self.bias))
+
+
+class Rows(nn.Linear):
+    """A projection that takes some columns of its input from each process of `group`, which add their parts."""
+
+    group: Any
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = F.linear(x, _own(self.weight))
+        dist.all_reduce(out, group=self.group)
+        return out if self.bias is None else out + _own(self.bias)
+
+
+STYLES = {"colwise": Columns, "rowwise": Rows}
+
+
+def share_forwards(model: nn.Module) -> None:
+    """Give the spread projections of a view, whose modules are copies, forwards that do not name themselves."""
+    plan = getattr(model, "tp_plan", None) or {}
+    for name, module in model.named_modules():
+        style, weight = STYLES.get(plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))), getattr(module, "weight", None)
+        if style is not None and type(module) is nn.Linear and isinstance(weight, DTensor):
+            vars(module).pop("forward", None)
+            module.__class__ = style
+            vars(module)["group"] = weight.device_mesh.get_group()
+
+
+def _own(weight: Tensor | None) -> Tensor | None:
+    """Return this process's part of a weight."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
