@@ -285,6 +285,16 @@ def formula_block(result: Result) -> str:
     return markdown(heads, rows)
 
 
+def parallel_block(result: Result) -> str:
+    """Times of one GPU over those of two."""
+    rows = [
+        [layout, name, f"{ratio:.2f}", texts.removesuffix(" texts equal")]
+        for layout, name, ratio, texts in result["rows"]
+    ]
+    heads = ("layout", "what", "one GPU's time over its time", "texts that are one GPU's")
+    return f"{made_with(result, 'scripts/measure_parallel.py')}\n\n{markdown(heads, rows)}"
+
+
 def models_block(result: Result) -> str:
     """Say what became of the families that papers use, and of every model type."""
     rows, families = result["rows"], []
@@ -465,6 +475,7 @@ BLOCKS = [
     Block("docs/automatic_length.md", ["auto_length_simulated", "auto_length_cpu"], each(length_block)),
     Block("docs/speed.md", ["graphs_h100"], each(speed_block)),
     Block("docs/models.md", ["models"], each(models_block)),
+    Block("docs/parallel.md", ["parallel_h200"], each(parallel_block)),
     Block("docs/validation.md", ["baselines"], each(baselines_block), "baselines"),
     Block("docs/validation.md", ["block_verification"], each(block_verification_block), "block"),
     Block("docs/validation.md", ["spec_bench_smollm2", "spec_bench_embedded"], each(spec_bench_block), "spec-bench"),
