@@ -8,8 +8,11 @@ import sys
 from pathlib import Path
 
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from specdec import SpecdecError, SpeculativeDecoder
+from specdec.models.compile_layers import compiled_forward
+from specdec.models.runner import Runner, Shapes
 
 CALLS = {
     "plain": {"strategies": []},
@@ -30,12 +33,22 @@ def outcomes(decoder: SpeculativeDecoder) -> dict[str, list]:
     return {name: [out.token_ids, out.stats.accepted_tokens] for name, out in made.items()}
 
 
+def compilations(decoder: SpeculativeDecoder) -> tuple[int, list[int]]:
+    """Compilations of a pass that is traced whole, and the likeliest token after each of its tokens."""
+    runner, counter = Runner(decoder.target.model), CompileCounterWithBackend("aot_eager")
+    runner.compiled = compiled_forward(runner.view.model, runner.config, "inductor", counter, parts=False)
+    fed, shapes = torch.tensor(PROMPTS[:1]), Shapes.choose(runner.device, False, 16)
+    out = runner.step(runner.pool.make(1, 16), shapes, fed, [0], [fed.shape[1]])
+    return counter.frame_count, out.logits[0].argmax(dim=-1).tolist()
+
+
 def main(target: str, draft: str, folder: str) -> None:
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     decoder = SpeculativeDecoder.from_pretrained(target, draft, tp_plan="auto", dtype="float32")
     found: dict = outcomes(decoder)
     found["heads"] = decoder.target.pool.idle.layers[0].keys.shape[1]
+    found["compilations"] = compilations(decoder)
     found["weights"] = decoder.generate(PROMPTS[0], 1).provenance["weights"]["target"]
     try:
         decoder.generate(PROMPTS[rank % 2], 4)

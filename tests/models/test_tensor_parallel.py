@@ -89,7 +89,8 @@ def spread(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict], dict]:
     assert run.returncode == 0, run.stderr[-3000:]
     found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
     alone = SpeculativeDecoder.from_pretrained(*paths, device="cpu", dtype="float32")
-    return found, json.loads(json.dumps(on_ranks.outcomes(alone)))
+    wanted = {**on_ranks.outcomes(alone), "compilations": on_ranks.compilations(alone)}
+    return found, json.loads(json.dumps(wanted))
 
 
 @pytest.mark.full
@@ -101,6 +102,12 @@ def test_every_rank_has_the_same_tokens_and_they_are_those_of_one_process(spread
         if name != "fresh seed":
             assert found[0][name] == alone[name], name
     assert alone["chain"][1] > 0
+
+
+@pytest.mark.full
+def test_spread_layers_share_one_compilation_as_those_of_one_process_do(spread: tuple[list[dict], dict]) -> None:
+    found, alone = spread
+    assert [made["compilations"] for made in found] == [alone["compilations"]] * 2
 
 
 @pytest.mark.full
