@@ -29,7 +29,7 @@ class Ranks:
     @staticmethod
     def of(model: nn.Module) -> Ranks:
         """Find the processes among which a model's parameters are spread."""
-        weights = (p for module in model.modules() for p in module._parameters.values())
+        weights: Any = (p for module in model.modules() for p in module._parameters.values())
         mesh = next((p.device_mesh for p in weights if isinstance(p, DTensor)), None)
         if mesh is None or mesh.size() == 1:
             return Ranks()

@@ -78,13 +78,14 @@ def share_forwards(model: nn.Module) -> None:
     """Give the spread projections of a view, whose modules are copies, forwards that do not name themselves."""
     plan = getattr(model, "tp_plan", None) or {}
     for name, module in model.named_modules():
-        style, weight = STYLES.get(plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))), getattr(module, "weight", None)
+        style = STYLES.get(plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name), ""))
+        weight: Any = getattr(module, "weight", None)
         if style is not None and type(module) is nn.Linear and isinstance(weight, DTensor):
             vars(module).pop("forward", None)
             module.__class__ = style
             vars(module)["group"] = weight.device_mesh.get_group()
 
 
-def _own(weight: Tensor | None) -> Tensor | None:
-    """Return this process's part of a weight."""
+def _own(weight: Any) -> Any:
+    """Return this process's part of a weight; None for a bias that is not there."""
     return weight.to_local() if isinstance(weight, DTensor) else weight
