@@ -280,39 +280,36 @@ class SpeculativeDecoder:
         Raises SpecdecError if `choice` is True and exact mode does not cover the target or a drafter.
         """
         choice = self.exact if choice is UNSET else choice
-        config = self.target.config
-        experts = any(getattr(config, n, None) for n in ("num_experts", "num_local_experts", "n_routed_experts"))
-        # Experts that are one batched product per token see no other tokens; other implementations group tokens.
-        grouped = experts and getattr(config, "_experts_implementation", None) != "batched_mm"
-        trees = tree_makers(drafters)
-        quantised = is_quantised(self.target.model)
-        recurrent = self.target.recurrence is not None
-        # Two numbers have one sum in either order; of more, the order depends on the place in the pass.
-        summed = self.ranks.size > 2
+        outside = self._outside_exact(drafters)
         if choice == "auto":
             half = self.target.dtype in (torch.bfloat16, torch.float16)
-            covered = not (experts or quantised or trees or summed or recurrent)
-            return self.target.device.type == "cuda" and half and covered
-        if choice and trees:
-            raise SpecdecError(
-                f"exact=True does not cover trees, which strategy {trees[0]!r} can make: an ancestor in another slot "
-                "changes the order of summation"
-            )
-        if choice and recurrent:
-            raise SpecdecError("exact=True does not cover recurrent layers: they read rows in parts of any length")
-        if choice and quantised:
-            raise SpecdecError("exact=True does not cover quantised models: their kernels have not been measured")
-        if choice and summed:
-            raise SpecdecError(
-                f"exact=True does not cover tensor parallel over {self.ranks.size} processes: the order in which more "
-                "than two parts are summed depends on a token's place in the pass"
-            )
-        if choice and grouped:
-            raise SpecdecError(
-                "exact=True does not cover mixture-of-experts models that group tokens by expert: their passes depend "
-                'on what else is in them; model.set_experts_implementation("batched_mm") makes them independent'
-            )
+            return self.target.device.type == "cuda" and half and outside is None and not self._has_experts
+        if choice and outside is not None:
+            raise SpecdecError(f"exact=True does not cover {outside}")
         return bool(choice)
+
+    @property
+    def _has_experts(self) -> bool:
+        counts = ("num_experts", "num_local_experts", "n_routed_experts")
+        return any(getattr(self.target.config, name, None) for name in counts)
+
+    def _outside_exact(self, drafters: Sequence[Any]) -> str | None:
+        """Return what a token's logits would depend on beside its own text, in words; None: nothing."""
+        trees, processes = tree_makers(drafters), self.ranks.size
+        # Experts that are one batched product per token see no other tokens; other implementations group tokens.
+        grouped = self._has_experts and getattr(self.target.config, "_experts_implementation", None) != "batched_mm"
+        causes = {
+            f"trees, which strategy {(trees or [''])[0]!r} can make: an ancestor in another slot changes the order of "
+            "summation": trees,
+            "recurrent layers: they read rows in parts of any length": self.target.recurrence is not None,
+            "quantised models: their kernels have not been measured": is_quantised(self.target.model),
+            # Two numbers have one sum in either order; of more, the order depends on the place in the pass.
+            f"tensor parallel over {processes} processes: the order in which more than two parts are summed depends on "
+            "a token's place in the pass": processes > 2,
+            "mixture-of-experts models that group tokens by expert: their passes depend on what else is in them; "
+            'model.set_experts_implementation("batched_mm") makes them independent': grouped,
+        }
+        return next((cause for cause, applies in causes.items() if applies), None)
 
 
 def check_fuse(value: Any) -> None:
