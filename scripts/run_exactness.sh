@@ -6,12 +6,11 @@
 # PART   batch-1 | batch-8 | contrast | sampling | float16; none = all
 # PYTHON=python3         the interpreter; reading a GGUF file needs the package gguf
 # TIME_LIMIT=480         seconds after which a call starts no more runs, for all parts together
-# TOGETHER=1             runs the parts at the same time on one device; times are then left out of the tables
 # SPECDEC_COMMIT=...     the commit, where the files are no checkout
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-[ $# -ge 2 ] || { sed -n '2,10s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+[ $# -ge 2 ] || { sed -n '2,9s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 model=$1 out=$2
 shift 2
 python=${PYTHON:-python3}
@@ -28,14 +27,13 @@ run_part() {
     local left=$((limit - SECONDS + begin)) status=0
     [ "$left" -gt 0 ] || { echo "no time left for $1" >&2; return 1; }
     "$python" -m specdec bench --exactness --config configs/exactness.yaml --target "$model" --part "$1" \
-        --time-limit "$left" ${TOGETHER:+--shared-device} --out "$out/exactness-$1.json" || status=$?
+        --time-limit "$left" --out "$out/exactness-$1.json" || status=$?
     echo "$1 done after $((SECONDS - begin)) s"
     return "$status"
 }
 
 status=0
 for part in "$@"; do
-    if [ -n "${TOGETHER:-}" ]; then run_part "$part" & else run_part "$part" || status=$?; fi
+    run_part "$part" || status=$?
 done
-for job in $(jobs -p); do wait "$job" || status=$?; done
 exit "$status"

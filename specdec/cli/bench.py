@@ -55,9 +55,6 @@ class OfSmoke(Group):
     suite: Annotated[Names, Option(help="smoke: only this suite; repeat for more.")] = None
 
 
-SHARED = "exactness: other work runs on the device: leave times out."
-
-
 @dataclass(frozen=True)
 class OfExactness(Group):
     """Options of --exactness."""
@@ -67,7 +64,6 @@ class OfExactness(Group):
     max_new_tokens: Annotated[int | None, Option(min=1, help="exactness: tokens of a row.")] = None
     part: Annotated[Names, Option(help="exactness: only this part; repeat for more.")] = None
     time_limit: Annotated[float | None, Option(help="exactness: seconds after which no run starts.")] = None
-    shared_device: Annotated[bool | None, Option("--shared-device", help=SHARED)] = None
 
 
 @with_groups
@@ -131,8 +127,8 @@ def _exactness(subject: Subject, options: OfExactness, save: Save) -> Done:
     from specdec.research.exactness.summary import exact_holds
 
     base = ExactnessConfig() if options.config is None else load_yaml(options.config, ExactnessConfig)
-    own = {name: getattr(options, name) for name in ("prompts", "max_new_tokens", "shared_device")}
-    settings = base.changed(**subject.given(), **given(**own))
+    own = given(prompts=options.prompts, max_new_tokens=options.max_new_tokens)
+    settings = base.changed(**subject.given(), **own)
     with output.progress("exactness") as advance:
         result = run_exactness(settings, options.part or PARTS, options.time_limit, advance, save)
     return result, _print_exactness, exact_holds(result)

@@ -222,8 +222,6 @@ def test_speed_is_quoted_against_the_fastest_plain() -> None:
     exact, other = (cells for cells, _ in rows({"groups": groups, "config": {"temperature": 0.8}}))
     assert exact[2:] == ["3 of 3", "0", "30.0", "1.50", "2.00", "0.50", "+10.0%"]
     assert other[2:] == ["1 of 3", "2 (explained: 2 tie)", "30.0", "1.50", "2.00", "0.50", "-"]
-    shared = rows({"groups": groups, "config": {"temperature": 0.8, "shared_device": True}})
-    assert [cells[4:6] for cells, _ in shared] == [["-", "-"]] * 2
 
 
 def test_exact_plain_alone_is_no_measure_of_speed() -> None:

@@ -14,7 +14,6 @@ from specdec.config import as_list
 from specdec.decoder import SpeculativeDecoder
 from specdec.decoding.provenance import hash_template
 from specdec.errors import SpecdecError
-from specdec.models.runner import Runner
 from specdec.research.bench.config import Scenario
 from specdec.research.models.choice import ModelChoice, facts, parameter_bytes
 from specdec.research.prompts.choice import DataChoice
@@ -40,20 +39,17 @@ class Pair:
         target, draft = models.built()
         return Pair(target, draft, models.tokenizer, models.device, getattr(torch, models.dtype))
 
-    def decoder(self, compile: str, draft_compile: str | None, exact: Any, fuse: bool | None) -> SpeculativeDecoder:
+    def decoder(self, compile: str, exact: Any) -> SpeculativeDecoder:
         """The decoder of these settings; contenders that differ in their strategies alone share it.
 
         Models are tested once, eagerly: each decoder's own self-test would compile passes that no run needs.
         """
-        key = (compile, draft_compile or compile, exact, fuse)
+        key = (compile, exact)
         if key not in self.decoders:
             if not self.decoders:
                 SpeculativeDecoder(self.target, self.draft, self.tokenizer)
-            options: dict[str, Any] = {"compile": compile, "exact": exact, "fuse": fuse, "check": False}
-            made = SpeculativeDecoder(self.target, self.draft, self.tokenizer, **options)
-            if key[1] != compile:
-                made.draft = Runner(self.draft, None, key[1], fuse=fuse)
-            self.decoders[key] = made
+            options: dict[str, Any] = {"compile": compile, "exact": exact, "check": False}
+            self.decoders[key] = SpeculativeDecoder(self.target, self.draft, self.tokenizer, **options)
         return self.decoders[key]
 
     @cached_property

@@ -78,7 +78,7 @@ def _check(config: BenchConfig, contenders: Mapping[str, Contender]) -> None:
         _own(part, choice, contenders)
     measured = _own("costs", config.costs, contenders)
     if len({c.passes for c in measured}) > 1:
-        raise SpecdecError("costs: contenders differ in compile, draft_compile, exact or fuse: one table is not theirs")
+        raise SpecdecError("costs: contenders differ in compile or exact: one table is not theirs")
     for contender in measured:
         if "costs" in contender.options.generate:
             raise SpecdecError(f"costs: contender {contender.name!r} names a table of its own")

@@ -55,7 +55,6 @@ class ExactnessConfig(ModelChoice):
     longest: tokens of a prompt's text; the rest is cut.
     temperature, seed: of the sampled runs.
     reports: differing rows of a run that are explained.
-    shared_device: other work runs there too; times are left out of the tables.
     chains: name -> strategies; the first is the only one where time is short.
     """
 
@@ -67,7 +66,6 @@ class ExactnessConfig(ModelChoice):
     temperature: float = 0.8
     seed: int = 0
     reports: int = 3
-    shared_device: bool = False
     chains: Mapping[str, Sequence[Any]] = field(default_factory=_chains)
 
     def to_dict(self) -> dict[str, Any]:

@@ -23,7 +23,7 @@ def exact_holds(result: Entry) -> bool:
 
 def rows(result: Entry) -> Iterator[tuple[list[str], bool]]:
     """The runs in their order as cells of `table`, and whether exact mode failed there; skipped groups as one row."""
-    shared, groups = result["config"].get("shared_device", False), result["groups"]
+    groups = result["groups"]
     for group in groups:
         where = setting(group, result["config"]["temperature"])
         for name, run in group.get("runs", {"-": group}).items():
@@ -35,10 +35,10 @@ def rows(result: Entry) -> Iterator[tuple[list[str], bool]]:
             explained = ", ".join(f"{n} {verdict}" for verdict, n in verdicts.items())
             cells = [where, name, f"{run['identical']} of {group['prompts']}"]
             cells.append(f"{others} (explained: {explained})" if others else "0")
-            fastest, cost = fastest_plain(groups, group), None if shared else cost_of_exact(groups, group)
-            speed = None if shared else run["tokens_per_second"]
-            times = (speed, None if speed is None or fastest is None else speed / fastest)
-            cells += [figure(times[0], 1), figure(times[1]), *map(figure, (run["tokens_per_round"], run["acceptance"]))]
+            fastest, cost = fastest_plain(groups, group), cost_of_exact(groups, group)
+            speed = run["tokens_per_second"]
+            ratio = None if fastest is None else speed / fastest
+            cells += [figure(speed, 1), *map(figure, (ratio, run["tokens_per_round"], run["acceptance"]))]
             yield [*cells, "-" if cost is None else f"{cost:+.1%}"], bool(group["exact"] and others)
 
 

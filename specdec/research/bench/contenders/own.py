@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import specdec
-from specdec.config import as_list, check_exact, check_switch
+from specdec.config import as_list, check_exact
 from specdec.decoding.acceptance import find_rule
 from specdec.decoding.validation import check_chain, check_generation
 from specdec.device.graphs import check_compile
@@ -27,16 +27,12 @@ class Options:
 
     strategies: a chain; () = plain decoding.
     compile, exact: as `SpeculativeDecoder` takes them.
-    fuse, draft_compile: deprecated, as compile="auto" chooses for both models: fused projections, and compile for the
-        draft's passes; None = as compile has them.
     generate: options of `generate`.
     """
 
     strategies: tuple[Any, ...] = ()
     compile: str = "auto"
-    draft_compile: str | None = None
     exact: Any = "auto"
-    fuse: bool | None = None
     generate: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -49,10 +45,7 @@ class Own(Contender):
     def __init__(self, name: str, options: Mapping[str, Any]):
         super().__init__(name, options)
         check_exact(self.options.exact)
-        for mode in (self.options.compile, self.options.draft_compile or "off"):
-            check_compile(mode)
-        if self.options.fuse is not None:
-            check_switch(f"contender {name}: fuse", self.options.fuse)
+        check_compile(self.options.compile)
         self.strategies = make_drafters(self.options.strategies, True)
         for option in SCENARIOS & set(self.options.generate):
             raise SpecdecError(f"contender {name}: generate: {option} is the scenario's to say")
@@ -70,8 +63,7 @@ class Own(Contender):
     @property
     def passes(self) -> tuple[Any, ...]:
         """What decides about passes."""
-        o = self.options
-        return o.compile, o.draft_compile, o.exact, o.fuse
+        return self.options.compile, self.options.exact
 
     @property
     def generate_options(self) -> dict[str, Any]:
@@ -93,12 +85,11 @@ class Own(Contender):
     def comparable_with(self, other: Own) -> bool:
         """Whether the other's ids must be these, token for token: the same passes, and greedy or a rule that emits the
         target's own samples."""
-        mine, theirs = self.options, other.options
-        passes = (mine.compile, mine.exact, mine.fuse) == (theirs.compile, theirs.exact, theirs.fuse)
-        wanted = {k: v for k, v in mine.generate.items() if k not in DRAFTING}
-        same = wanted == {k: v for k, v in theirs.generate.items() if k not in DRAFTING}
-        rule, greedy = find_rule(self.generation.acceptance), not sampled(mine.generate)
-        return passes and same and (self.plain or rule.keeps_text(greedy))
+        mine, theirs = self.options.generate, other.options.generate
+        wanted = {k: v for k, v in mine.items() if k not in DRAFTING}
+        same = wanted == {k: v for k, v in theirs.items() if k not in DRAFTING}
+        rule, greedy = find_rule(self.generation.acceptance), not sampled(mine)
+        return self.passes == other.passes and same and (self.plain or rule.keeps_text(greedy))
 
     def run(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, ignore_eos: bool) -> Output:
         options: dict[str, Any] = {"strategies": self.strategies, "batch_size": len(prompts), "ignore_eos": ignore_eos}
