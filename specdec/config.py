@@ -412,10 +412,12 @@ def check_exact(value: Any) -> None:
         raise SpecdecError(f"exact must be True, False or 'auto', got {value!r}")
 
 
-def check_whole(name: str, value: Any, least: int) -> None:
-    """Raise SpecdecError unless `value` is a whole number >= `least`; a bool is none."""
+def check_whole(name: str, value: Any, least: int, most: int | None = None) -> None:
+    """Raise SpecdecError unless `value` is a whole number from `least` to `most`; a bool is none."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise SpecdecError(f"{name} must be a whole number >= {least}, got {value!r}")
+    if most is not None and value > most:
+        raise SpecdecError(f"{name}={value} is above the limit of {most}")
 
 
 def check_switch(name: str, value: Any) -> None:

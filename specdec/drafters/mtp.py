@@ -9,17 +9,16 @@ runs the one layer again on its own output, as serving engines do. Targets with 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
-from specdec.config import check_whole
 from specdec.drafters.base import DraftContext
+from specdec.drafters.eagle3.chain_head import ChainHead, TargetHead
 from specdec.drafters.eagle3.config import HeadConfig
 from specdec.drafters.eagle3.strategy import Eagle3
+from specdec.drafters.options import whole
 from specdec.errors import SpecdecError
 from specdec.files.texts import first_line
 from specdec.models.attention import RAGGED
@@ -36,8 +35,8 @@ class MtpConfig(HeadConfig):
     strategy = "mtp"
 
 
-class MtpHead:
-    """A layer of transformers' with the parts of an EAGLE head that rows and strategy use. Tables are the target's."""
+class MtpHead(TargetHead):
+    """A layer of transformers' with the parts of an EAGLE head that rows and strategy use."""
 
     def __init__(self, model: MtpModel):
         config: Any = model.config
@@ -50,35 +49,11 @@ class MtpHead:
         # transformers renamed it after 5.17.
         named = inspect.signature(type(self.model.layers[0]).forward).parameters
         self.cache_name = "cache" if "cache" in named else "past_key_values"
-        self.borrowed: dict[str, Any] = {}
-        self.config = MtpConfig(
-            version=1, hidden_size=config.hidden_size, intermediate_size=config.intermediate_size,
-            num_attention_heads=config.num_attention_heads, num_key_value_heads=config.num_key_value_heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-            vocab_size=config.vocab_size, draft_vocab_size=config.vocab_size, target_hidden_size=config.hidden_size,
-            observed=1, own_embedding=False, own_lm_head=False,
-        )  # fmt: skip
-
-    def to(self, device: Any, dtype: Any = None) -> MtpHead:
-        """Stay where the layer was loaded: beside the target, whose tables it shares."""
-        return self
-
-    def borrow(self, embedding: Any, lm_head: Any) -> MtpHead:
-        """Note the target's tables, whose addresses recorded functions know."""
-        self.borrowed = {"embedding": embedding, "lm_head": lm_head}
-        return self
-
-    def project(self, states: Tensor) -> Tensor:
-        return states
+        self.config = MtpConfig.of(config, version=1, num_hidden_layers=1, observed=1)
 
     def embed(self, ids: Tensor) -> Tensor:
         out: Tensor = self.model.embed_tokens(ids)
         return out
-
-    def over_target(self, values: Tensor, vocab_size: int, fill: float = 0.0) -> Tensor:
-        """Fit values [..., V'] to the target's vocabulary [..., vocab_size]."""
-        missing = vocab_size - values.shape[-1]
-        return values[..., :vocab_size] if missing <= 0 else torch.nn.functional.pad(values, (0, missing), value=fill)
 
     def __call__(
         self, embeddings: Tensor, states: Tensor, positions: Tensor, mask: Tensor, cache: RaggedCache,
@@ -97,39 +72,29 @@ class MtpHead:
 
 
 @dataclass
-class Mtp(Eagle3):
+class Mtp(ChainHead):
     """Drafts with the target's layer for MTP. Raises SpecdecError for targets without one.
 
     head: transformers' `MtpModel` of the target; None = read from the folder or hub id that the target was loaded from
     n_max: most tokens to propose
     """
 
-    n_max: int = 1
-    nodes: int = field(init=False, default=0)
-    top_k: int = field(init=False, default=1)
-    depth: int = field(init=False, default=0)
-    tree: Any = field(init=False, default=None)
-    config: Mapping[str, Any] = field(init=False, default_factory=dict)
+    n_max: int = whole(1)
     name: str = field(init=False, default="mtp")
     likely_causes = "Look at the target: was it loaded from the checkpoint that its layer for MTP was trained in?"
 
     def __post_init__(self) -> None:
-        check_whole("mtp: n_max", self.n_max, 1)
+        super().__post_init__()
         if self.head is not None and not isinstance(self.head, mtp_model()):
             raise SpecdecError(f"mtp: head must be transformers' MtpModel, got {type(self.head).__name__}")
-        self._pools = {}
         self._read_for: Any = None  # the target that the head belongs to
 
-    def fresh(self, context: DraftContext) -> Mtp:
-        if context.target is None:
-            raise SpecdecError("mtp drafts with a layer of a decoder's target: use it in a SpeculativeDecoder")
-        target = context.target.model
+    def fresh(self, context: DraftContext) -> Eagle3:
+        target = context.target_of("mtp").model
         if self._read_for is not target:
             self._head = MtpHead(self.head or read_layer(target))  # type: ignore[assignment]
             self._read_for = target
-        made = super().fresh(context)
-        assert isinstance(made, Mtp)
-        return made
+        return super().fresh(context)
 
 
 def mtp_model() -> type[MtpModel]:

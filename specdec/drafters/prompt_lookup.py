@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from specdec.config import check_whole
 from specdec.drafters.base import DraftRequest, RowDrafter, as_array, suffix_matches
+from specdec.drafters.options import whole
 from specdec.errors import SpecdecError
 
 
@@ -24,15 +24,14 @@ class PromptLookup(RowDrafter):
     match: the "latest" or the "earliest" occurrence
     """
 
-    n_max: int = 4
-    ngram_max: int = 3
-    ngram_min: int = 1
+    n_max: int = whole(4)
+    ngram_max: int = whole(3)
+    ngram_min: int = whole(1)
     match: str = "latest"
     name: str = field(init=False, default="prompt-lookup")
 
     def __post_init__(self) -> None:
-        for name in ("n_max", "ngram_max", "ngram_min"):
-            check_whole(f"prompt-lookup: {name}", getattr(self, name), 1)
+        super().__post_init__()
         if self.ngram_min > self.ngram_max:
             raise SpecdecError(
                 f"prompt-lookup needs ngram_min <= ngram_max, got ngram_min={self.ngram_min}, "

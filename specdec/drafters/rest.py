@@ -17,16 +17,18 @@ from typing import Any
 
 import numpy as np
 
-from specdec.config import as_list, check_whole
-from specdec.drafters.base import MOST_NODES, Draft, DraftContext, Drafter, DraftRequest, as_array
+from specdec.config import as_list
+from specdec.drafters.base import MOST_NODES, Draft, DraftContext, DraftRequest, ModelFree, as_array
 from specdec.drafters.corpus import read_store, stamp
+from specdec.drafters.options import state, whole
 from specdec.drafters.suffix_index import SuffixIndex, SuffixStore
 from specdec.errors import SpecdecError
 from specdec.files.texts import as_path, expanded
+from specdec.models.trees import tree_of
 
 
 @dataclass
-class Rest(Drafter):
+class Rest(ModelFree):
     """A tree from a datastore, the same for all rows. Raises SpecdecError for parameters out of range.
 
     corpus: a file, or a list of files (corpus.py)
@@ -40,29 +42,21 @@ class Rest(Drafter):
 
     corpus: Any = None
     store: SuffixStore | None = None
-    nodes: int = 64
-    n_max: int = 10
-    depth: int = 16
-    min_match: int = 1
-    hits: int = 256
+    nodes: int = whole(64, most=MOST_NODES)
+    n_max: int = whole(10)
+    depth: int = whole(16)
+    min_match: int = whole(1)
+    hits: int = whole(256)
     name: str = field(init=False, default="rest")
-    runs_a_model = False
     makes_trees = True
-    _index: SuffixIndex = field(init=False, repr=False, compare=False)
+    _index: SuffixIndex = state()
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "n_max", "depth", "min_match", "hits"):
-            check_whole(f"rest: {name}", getattr(self, name), 1)
-        if self.nodes > MOST_NODES:
-            raise SpecdecError(f"rest: nodes={self.nodes} is above the limit of {MOST_NODES}")
+        super().__post_init__()
         if (not as_list(self.corpus)) == (self.store is None):
             raise SpecdecError("rest needs a datastore: give corpus=FILE, or store=SuffixStore(...)")
         if self.store is not None and not isinstance(self.store, SuffixStore):
             raise SpecdecError(f"rest: store must be a SuffixStore, got {type(self.store).__name__}")
-
-    @property
-    def tree_nodes(self) -> int:
-        return self.nodes
 
     def parameters(self) -> dict[str, Any]:
         return {**super().parameters(), "store": None if self.store is None else f"{self.store.size} tokens"}
@@ -108,7 +102,4 @@ def likeliest_tree(continuations: Sequence[Sequence[int]], nodes: int) -> tuple[
         end = next((i for i, token in enumerate(continuation) if token < 0), len(continuation))
         counts.update(tuple(continuation[:n]) for n in range(1, end + 1))
     # A prefix is at least as frequent as what continues it, so the chosen ones are a tree.
-    chosen = sorted(counts, key=lambda prefix: (-counts[prefix], len(prefix)))[:nodes]
-    chosen.sort(key=len)
-    place = {prefix: node for node, prefix in enumerate(chosen)}
-    return [prefix[-1] for prefix in chosen], [place.get(prefix[:-1], -1) for prefix in chosen]
+    return tree_of(sorted(sorted(counts, key=lambda prefix: (-counts[prefix], len(prefix)))[:nodes], key=len))

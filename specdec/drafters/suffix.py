@@ -32,8 +32,8 @@ from typing import Any
 
 import numpy as np
 
-from specdec.config import check_number, check_whole
 from specdec.drafters.base import DraftContext, DraftRequest, RowDrafter, Tokens, as_array
+from specdec.drafters.options import number, whole
 from specdec.drafters.suffix_index import SuffixIndex, SuffixStore
 from specdec.errors import SpecdecError
 
@@ -54,46 +54,35 @@ class Suffix(RowDrafter):
     remember: rows enter the store when they end
     """
 
-    n_max: int = 8
-    p_min: float = 0.0
-    depth: int = 16
-    voters: int = 8
-    order_weight: float = 4.0
-    half_age: float = 100.0
-    gap_cost: float | None = 8.0
-    novelty: float = 2.0
-    min_match: int = 0
-    max_spec_factor: float | None = None
-    min_token_prob: float | None = None
+    n_max: int = whole(8)
+    p_min: float = number(0.0, 0.0, 1.0)
+    depth: int = whole(16)
+    voters: int = whole(8)
+    order_weight: float = number(4.0, 1.0, 1e6)
+    half_age: float = number(100.0, 1.0, 1e12)
+    gap_cost: float | None = number(8.0, 0.0, 1e6, optional=True)
+    novelty: float = number(2.0, 0.0, 1e30)
+    min_match: int = whole(0, least=0)
+    max_spec_factor: float | None = number(None, 0.0, 1e6)
+    min_token_prob: float | None = number(None, 0.0, 1.0)
     store: SuffixStore | None = None
     remember: bool = False
     name: str = field(init=False, default="suffix")
-    _rows: dict[int, SuffixIndex] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("n_max", "depth", "voters"):
-            check_whole(f"suffix: {name}", getattr(self, name), 1)
-        check_number("suffix: p_min", self.p_min, 0.0, 1.0)
-        check_number("suffix: order_weight", self.order_weight, 1.0, 1e6)
-        check_number("suffix: half_age", self.half_age, 1.0, 1e12)
-        if self.gap_cost is not None:
-            check_number("suffix: gap_cost", self.gap_cost, 0.0, 1e6)
-        check_number("suffix: novelty", self.novelty, 0.0, 1e30)
-        check_whole("suffix: min_match", self.min_match, 0)
+        super().__post_init__()
         if self.min_match > self.depth:
             raise SpecdecError(
                 f"suffix: min_match={self.min_match} is above depth={self.depth}: give at most the depth"
             )
-        if self.max_spec_factor is not None:
-            check_number("suffix: max_spec_factor", self.max_spec_factor, 0.0, 1e6)
         if self.min_token_prob is not None:
-            check_number("suffix: min_token_prob", self.min_token_prob, 0.0, 1.0)
             self.gap_cost = None  # only what agrees in all tokens is counted
         if self.store is not None and not isinstance(self.store, SuffixStore):
             raise SpecdecError(f"suffix: store must be a SuffixStore, got {type(self.store).__name__}")
         if self.remember and self.store is None:
             self.store = SuffixStore(depth=self.depth)
         self._orders, self._loudness = self._tables()
+        self._rows: dict[int, SuffixIndex] = {}
 
     def _tables(self) -> tuple[list[float], np.ndarray]:
         """Build two tables by the number of agreeing tokens, [2 * depth + 1] each.

@@ -6,6 +6,7 @@ list in place of a number gives one count for each node of the level above, in o
 
 from __future__ import annotations
 
+import heapq
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -119,6 +120,24 @@ def expected_accepted(parents: Sequence[int], acceptance: np.ndarray) -> float:
         chances.append(chances[parent + 1] * float(acceptance[depth, rank]) if inside else 0.0)
         children[parent + 1] += 1
     return sum(chances) - 1.0
+
+
+def likeliest_paths(right: Sequence[float], nodes: int, depth: int) -> list[tuple[int, ...]]:
+    """Return the `nodes` likeliest places of a tree whose k-th child is right with probability right[k], anywhere.
+
+    A place is the ranks that lead to it. Level by level, at most `depth`; right: falling, in (0, 1)
+    """
+    chosen: list[tuple[int, ...]] = []
+    waiting: list[tuple[float, tuple[int, ...]]] = [(-right[0], (0,))]
+    while waiting and len(chosen) < nodes:
+        negative, path = heapq.heappop(waiting)
+        chosen.append(path)
+        rank = path[-1]
+        if rank + 1 < len(right):
+            heapq.heappush(waiting, (negative / right[rank] * right[rank + 1], (*path[:-1], rank + 1)))
+        if len(path) < depth:
+            heapq.heappush(waiting, (negative * right[0], (*path, 0)))
+    return sorted(chosen, key=lambda path: (len(path), path))
 
 
 def best_plan(acceptance: np.ndarray, nodes: int) -> Parents:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral
+from typing import Any
 
 import numpy as np
 import torch
@@ -69,6 +70,12 @@ def path_to(parents: Sequence[int], node: int) -> list[int]:
         path.append(node)
         node = parents[node]
     return path[::-1]
+
+
+def tree_of(paths: Sequence[tuple[Any, ...]]) -> tuple[list[Any], list[int]]:
+    """Return (last, parents) of nodes that are given by what leads to each, its own last; parents come first."""
+    place = {path: node for node, path in enumerate(paths)}
+    return [path[-1] for path in paths], [place.get(path[:-1], -1) for path in paths]
 
 
 def moves(row: int, columns: Sequence[int], start: int) -> list[tuple[int, int, int]]:
@@ -133,6 +140,22 @@ class Tree(Buffers):
         levels = max((max(depths_of(row), default=0) for row in rows), default=0)
         siblings = max(map(most_children, rows), default=0)
         return Tree.of(torch.from_numpy(table).to(device), levels, max(1, siblings))
+
+
+def merged_chains(chains: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge chains that begin alike: [n, G, K] -> (tokens, parents), [n, K * G] each, level by level.
+
+    A node that an earlier chain has is `MISSING`; what follows it follows the earlier one. Ids below zero are missing.
+    """
+    width, levels = chains.shape[1:]
+    alike = (chains[:, :, None] == chains[:, None]).int().cumprod(dim=-1).bool()  # [n, G, G, K]
+    index = torch.arange(width, device=chains.device)
+    first = torch.where(alike, index[:, None], width).amin(dim=2).transpose(1, 2)  # [n, K, G]: the first that has it
+    tokens = chains.transpose(1, 2)
+    tokens = torch.where((first == index) & (tokens >= 0), tokens, MISSING)
+    level = torch.arange(levels, device=chains.device)[:, None]
+    parents = torch.cat([torch.full_like(first[:, :1], -1), first[:, :-1] + level[:-1] * width], dim=1)
+    return tokens.flatten(1), parents.flatten(1)
 
 
 def parent_table(rows: Sequence[Sequence[int]], width: int) -> np.ndarray:

@@ -15,7 +15,8 @@ from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
 from specdec import SpecdecError, SpeculativeDecoder
-from specdec.drafters.dflash.head import BlockHead, default_layers, describe, load_block_head
+from specdec.drafters.dflash.files import default_layers, describe, load_block_head
+from specdec.drafters.dflash.head import BlockHead
 from specdec.drafters.dflash.strategy import DFlash
 from specdec.models.runner import Runner
 from tests.helpers.laws import Fit, cell, fit, samples, small_model, three_token_law
@@ -183,7 +184,11 @@ def test_a_head_is_read_from_its_folder(tmp_path: Path) -> None:
     target = tiny_model("llama", num_hidden_layers=4)
     head = load_block_head(saved(tmp_path, head_config(target, [1, 2])))
     assert isinstance(head, BlockHead)
-    assert (head.block_size, head.mask, head.config.layer_ids) == (BLOCK, target.config.vocab_size - 1, (2, 3))
+    assert (head.config.block_size, head.config.mask, head.config.layer_ids) == (
+        BLOCK,
+        target.config.vocab_size - 1,
+        (2, 3),
+    )
     assert default_layers(36, 5) == [1, 9, 17, 25, 33]  # Qwen3-8B
     assert default_layers(36, 1) == [18]
 
@@ -194,7 +199,9 @@ def test_a_head_is_read_from_its_folder(tmp_path: Path) -> None:
         ({"block_size": 1}, "block_size"),
         ({"dflash_config": {"target_layer_ids": [1]}}, "give the id of the mask token"),
         ({"layer_types": ["sliding_attention", "full_attention"]}, "sliding window"),
-        ({"num_hidden_layers": 3}, "missing, unknown or of the wrong shape"),
+        ({"num_hidden_layers": 3}, "dflash: the checkpoint lacks layers.2"),
+        ({"num_hidden_layers": 1}, "dflash: the checkpoint has layers.1"),
+        ({"head_dim": 4}, "has the shape"),
     ],
 )
 def test_folders_that_are_no_heads_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:

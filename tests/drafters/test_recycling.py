@@ -25,22 +25,22 @@ PROMPTS = [quoting_ids(20, 1), [9, 8], [7], quoting_ids(33, 2)]
 
 
 def test_the_template_is_the_likeliest_tree_of_its_size() -> None:
-    shape = template(12, 3, 3)
+    ranks, parents = template(12, 3, 3)
     chance = {path: float(np.prod([RIGHT[k] for k in path])) for n in (1, 2, 3) for path in product(range(3), repeat=n)}
     likeliest = sorted(chance.values(), reverse=True)[:12]
-    found = [chance[tuple(shape.ranks[n] for n in path_to(shape.parents, node))] for node in range(12)]
+    found = [chance[tuple(ranks[n] for n in path_to(parents, node))] for node in range(12)]
     assert sorted(found, reverse=True) == pytest.approx(likeliest)
-    assert depths_of(shape.parents) == sorted(depths_of(shape.parents))
+    assert depths_of(parents) == sorted(depths_of(parents))
 
 
 @pytest.mark.parametrize(("nodes", "width", "depth"), [(80, 8, 6), (1, 1, 1), (200, 12, 4), (511, 64, 64)])
 def test_siblings_of_a_template_are_different_successors_in_order(nodes: int, width: int, depth: int) -> None:
-    shape = template(nodes, width, depth)
-    assert len(shape.parents) <= nodes
-    assert max(depths_of(shape.parents)) <= depth
-    for parent in {-1, *range(len(shape.parents))}:
-        ranks = [r for p, r in zip(shape.parents, shape.ranks, strict=True) if p == parent]
-        assert ranks == list(range(len(ranks)))
+    ranks, parents = template(nodes, width, depth)
+    assert len(parents) <= nodes
+    assert max(depths_of(parents)) <= depth
+    for parent in {-1, *range(len(parents))}:
+        own = [rank for p, rank in zip(parents, ranks, strict=True) if p == parent]
+        assert own == list(range(len(own)))
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ def test_tables_and_drafts_are_those_of_a_slow_oracle(shared: bool) -> None:
         newest = rng.integers(0, vocab, 2).tolist()
         drafts = drafter.draft([DraftRequest(row, [], last) for row, last in enumerate(newest)])
         for row, draft in enumerate(drafts):
-            ranks = template(20, width, 4).ranks
+            ranks, _ = template(20, width, 4)
             for node in range(len(draft)):
                 token = newest[row]
                 for step in path_to(draft.parents, node):  # type: ignore[arg-type]
@@ -93,9 +93,9 @@ def test_tables_and_drafts_are_those_of_a_slow_oracle(shared: bool) -> None:
 def test_passes_over_prompts_teach_nothing() -> None:
     drafter = made()
     drafter.begin(0, [])
-    before = drafter._tables(torch.device("cpu")).clone()
+    before = drafter._table.clone()
     drafter.observe(PassOutput(torch.randn(1, 1, 12), torch.tensor([[1, 2, 3]]), [0], [3]))
-    assert torch.equal(drafter._tables(torch.device("cpu")), before)
+    assert torch.equal(drafter._table, before)
 
 
 def test_broken_logits_and_padding_ids_leave_the_table_whole() -> None:
@@ -103,7 +103,7 @@ def test_broken_logits_and_padding_ids_leave_the_table_whole() -> None:
     drafter.begin(0, [1, 2])
     logits = torch.full((2, 2, 12), float("nan"))
     drafter.observe(PassOutput(logits, torch.tensor([[1, 11], [13, 1]]), [0, 0], [2, 1]))
-    table = drafter._tables(torch.device("cpu"))
+    table = drafter._table
     assert int(table[:, :12].min()) >= EMPTY
     assert int(table[:, :12].max()) < 12
 

@@ -9,18 +9,18 @@ Cost: one pass of the head a round, whatever the length, and no host read. Rows,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from specdec.config import check_whole
 from specdec.drafters.base import DraftRequest
-from specdec.drafters.dflash.head import BlockHead, load_block_head
+from specdec.drafters.dflash.files import load_block_head
+from specdec.drafters.dflash.head import BlockHead
+from specdec.drafters.eagle3.chain_head import ChainHead
 from specdec.drafters.eagle3.rows import HeadInputs, HeadRows
-from specdec.drafters.eagle3.strategy import Eagle3
 from specdec.errors import SpecdecError
 
 
@@ -30,7 +30,7 @@ class BlockRows(HeadRows):
     head: BlockHead
 
     def kv_len(self, requests: Sequence[DraftRequest], drafted: int) -> int:
-        return super().kv_len(requests, self.head.block_size)
+        return super().kv_len(requests, self.head.config.block_size)
 
     def passes_of(self, steps: int) -> int:
         return 1
@@ -42,12 +42,12 @@ class BlockRows(HeadRows):
         held, rows = starts + counts, torch.arange(self.batch, device=self.device)
         columns = torch.arange(inputs.tokens.shape[1], device=self.device)
         entries = torch.where(columns < counts[:, None], starts[:, None] + columns, none)
-        block = held[:, None] + torch.arange(self.head.block_size, device=self.device)
+        block = held[:, None] + torch.arange(self.head.config.block_size, device=self.device)
         slots = torch.cat([entries, torch.where(counts[:, None] > 0, block, none)], dim=1)
         self.cache.aim(slots, slice(0, self.batch), kv_len)
         # Every token of a block sees the features and the whole block.
-        sees = torch.arange(kv_len, device=self.device) < (held + self.head.block_size)[:, None]
-        mask = sees[:, None, None].expand(-1, 1, self.head.block_size, -1)
+        sees = torch.arange(kv_len, device=self.device) < (held + self.head.config.block_size)[:, None]
+        mask = sees[:, None, None].expand(-1, 1, self.head.config.block_size, -1)
         newest = inputs.tokens[rows, (counts - 1).clamp(min=0)]
         positions = torch.where(slots < none, slots, 0)
         logits = self.head.block(newest, inputs.features, positions, mask, self.cache)
@@ -66,7 +66,7 @@ class BlockRows(HeadRows):
 
 
 @dataclass
-class DFlash(Eagle3):
+class DFlash(ChainHead):
     """Drafts a block from a DFlash head. Raises SpecdecError for bad parameters, and for a head that cannot be read.
 
     head: a folder as z-lab publishes it
@@ -75,11 +75,6 @@ class DFlash(Eagle3):
     """
 
     n_max: int | None = None  # type: ignore[assignment]
-    nodes: int = field(init=False, default=0)
-    top_k: int = field(init=False, default=1)
-    depth: int = field(init=False, default=0)
-    tree: Any = field(init=False, default=None)
-    config: Mapping[str, Any] = field(init=False, default_factory=dict)
     mask_token_id: int | None = None
     name: str = field(init=False, default="dflash")
 
@@ -91,19 +86,19 @@ class DFlash(Eagle3):
     rows_type = BlockRows
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.head is None:
             raise SpecdecError("dflash: no head was given; pass head=FOLDER (config.json and weights)")
         self._head = self.head if isinstance(self.head, BlockHead) else load_block_head(self.head, self.mask_token_id)
-        block = self._head.block_size
+        block = self._drafted_slots
         self.n_max = block - 1 if self.n_max is None else self.n_max
         check_whole("dflash: n_max", self.n_max, 1)
         if self.n_max >= block:
             raise SpecdecError(f"dflash: n_max={self.n_max}, and the head drafts at most {block - 1} tokens at once")
-        self._pools = {}
 
     def steps(self, k: int) -> int:
         return 1
 
     @property
     def _drafted_slots(self) -> int:
-        return int(self._head.block_size)  # type: ignore[arg-type]
+        return int(self._head.config.block_size)  # type: ignore[attr-defined]

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from specdec.errors import SpecdecError
 
+TAKEN = (  # from a transformers config
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
+    "num_hidden_layers", "rms_norm_eps", "hidden_act", "max_position_embeddings",
+)  # fmt: skip
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 
@@ -62,6 +66,15 @@ class HeadConfig:
     own_embedding: bool = True
     own_lm_head: bool = True
     strategy: ClassVar[str] = "eagle3"  # whose head it is, for messages
+
+    @classmethod
+    def of(cls, config: Any, **own: Any) -> Self:
+        """Describe a head of the target's vocabulary, width and tables by its own transformers config; own: other
+        fields."""
+        taken = {name: value for name in TAKEN if (value := getattr(config, name, None)) is not None}
+        taken.setdefault("head_dim", config.hidden_size // config.num_attention_heads)
+        taken |= {"draft_vocab_size": config.vocab_size, "target_hidden_size": config.hidden_size}
+        return cls(**{**taken, "own_embedding": False, "own_lm_head": False, **own})
 
     @property
     def observed_size(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from specdec.drafters.eagle3.weights import read_folder, renamed, version_of, vo
 from specdec.errors import SpecdecError
 from specdec.files.forms import INTEGER, Maybe, OneOf, check, number, whole
 
+H = TypeVar("H", bound=EagleHead)
 LAYOUTS = ("safeailab", "specforge", "angelslim", "speculators")
 MARK = "specdec"  # what our own exports say beside the layout's fields
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -63,12 +64,18 @@ def load_head(source: Any, changes: Mapping[str, Any] | None = None, target: Any
     if target is not None:
         check_fit(config, target)
     d2t = vocabulary_map(reading.state, config.draft_vocab_size, config.vocab_size, reading.notes)
-    with torch.device("meta"):
-        head = EagleHead(config)
-    _check_names(head, reading.state)
-    head.load_state_dict(reading.state, assign=True)
+    head = filled(EagleHead, config, reading.state)
     head.d2t = d2t
-    return LoadedHead(head.eval().requires_grad_(False), reading.layout, tuple(reading.notes))
+    return LoadedHead(head, reading.layout, tuple(reading.notes))
+
+
+def filled(kind: type[H], config: HeadConfig, state: dict[str, Tensor]) -> H:
+    """Make a head of these tensors. Raises SpecdecError for tensors of another one."""
+    with torch.device("meta"):
+        head = kind(config)
+    check_names(head, state)
+    head.load_state_dict(state, assign=True)
+    return head.eval().requires_grad_(False)
 
 
 def check_fit(config: HeadConfig, target: Any, strategy: str = "eagle3") -> None:
@@ -309,23 +316,24 @@ def _changed(config: HeadConfig, changes: Mapping[str, Any]) -> HeadConfig:
     return replace(config, **made)
 
 
-def _check_names(head: EagleHead, state: dict[str, Tensor]) -> None:
+def check_names(head: EagleHead, state: dict[str, Tensor]) -> None:
     """Raise SpecdecError for tensors that are missing, unknown or of the wrong shape. A final norm that the head was
     told not to use is left out."""
+    whose = head.config.strategy
     if not head.config.final_norm:
         state.pop("norm.weight", None)
     wanted = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
     missing, unknown = sorted(wanted.keys() - state.keys()), sorted(state.keys() - wanted.keys())
     if missing:
-        raise SpecdecError(f"eagle3: the checkpoint lacks {', '.join(missing[:4])}; it is incomplete")
+        raise SpecdecError(f"{whose}: the checkpoint lacks {', '.join(missing[:4])}; it is incomplete")
     if unknown:
         raise SpecdecError(
-            f"eagle3: the checkpoint has {', '.join(unknown[:4])}, which no head that is known here has; it is of "
+            f"{whose}: the checkpoint has {', '.join(unknown[:4])}, which no head that is known here has; it is of "
             "another kind, and would propose badly without them"
         )
     for name, shape in wanted.items():
         if tuple(state[name].shape) != shape:
             raise SpecdecError(
-                f"eagle3: {name} has the shape {list(state[name].shape)}, and config.json asks for {list(shape)}; "
+                f"{whose}: {name} has the shape {list(state[name].shape)}, and config.json asks for {list(shape)}; "
                 "they are not of one head"
             )

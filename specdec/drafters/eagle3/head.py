@@ -104,14 +104,15 @@ class HeadAttention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
-    def forward(self, x: Tensor, rotation: Rotation, mask: Tensor | None, cache: Cache) -> Tensor:
-        def heads(y: Tensor, norm: RMSNorm | None = None) -> Tensor:
-            y = y.unflatten(-1, (-1, self.head_dim))
-            return (y if norm is None else norm(y)).transpose(1, 2)  # [B, heads, S, D]
+    def heads(self, y: Tensor, norm: RMSNorm | None = None) -> Tensor:
+        """Split y [B, S, heads * D] into [B, heads, S, D], normed where there is a norm."""
+        y = y.unflatten(-1, (-1, self.head_dim))
+        return (y if norm is None else norm(y)).transpose(1, 2)
 
-        query = rotated(heads(self.q_proj(x), self.q_norm), rotation)
-        key = rotated(heads(self.k_proj(x), self.k_norm), rotation)
-        value = heads(self.v_proj(x))
+    def forward(self, x: Tensor, rotation: Rotation, mask: Tensor | None, cache: Cache) -> Tensor:
+        query = rotated(self.heads(self.q_proj(x), self.q_norm), rotation)
+        key = rotated(self.heads(self.k_proj(x), self.k_norm), rotation)
+        value = self.heads(self.v_proj(x))
         if isinstance(cache, Attends):
             return self.o_proj(cache.attend(query, key, value, self.index).flatten(2))
         if cache is not None:

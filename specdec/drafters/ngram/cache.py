@@ -11,7 +11,7 @@ Oddities of upstream are kept, each with a switch that mends it (`parity=False` 
 - `fix_boundaries`: text is counted in the pieces that each round brings, and n-grams that straddle two pieces are lost.
 - `fix_begin`: counts outlive the text; a new text in the same slot is drafted from the old one's counts, and is
   itself not counted until it is longer than the old one. In a decoder's call only with `shared` (see
-  drafters/ngram/hashing.py): there a row starts afresh.
+  drafters/ngram/parity.py): there a row starts afresh.
 
 Cost of a round: at most 12 dict look-ups per drafted token, for any length of text. A tie that static counts leave
 between ids that are clear enough takes a walk over that part, as every step does upstream.
@@ -26,9 +26,10 @@ from typing import Any
 
 import numpy as np
 
-from specdec.drafters.base import DraftContext, DraftRequest, RowDrafter, Tokens, as_array
-from specdec.drafters.ngram.hashing import check_sizes, own_state, resolve_switches
+from specdec.drafters.base import DraftContext, DraftRequest, Tokens, as_array
 from specdec.drafters.ngram.lookup_cache import ID_BITS, LONGEST, LookupCache, Part
+from specdec.drafters.ngram.parity import MOST, ParityDrafter
+from specdec.drafters.options import switch, whole
 from specdec.errors import SpecdecError
 
 
@@ -134,7 +135,7 @@ class _RowState:
 
 
 @dataclass
-class NgramCache(RowDrafter):
+class NgramCache(ParityDrafter):
     """State: a context cache per row.
 
     static, dynamic: a path or a `LookupCache`
@@ -147,20 +148,17 @@ class NgramCache(RowDrafter):
 
     static: str | Path | LookupCache | None = None
     dynamic: str | Path | LookupCache | None = None
-    n_draft: int = 8
+    n_draft: int = whole(8, most=MOST)
     parity: bool = True
     fix_boundaries: bool | None = None
     fix_begin: bool | None = None
-    shared: bool = False
+    shared: bool = switch(False)
     name: str = field(init=False, default="ngram-cache")
 
     def __post_init__(self) -> None:
-        check_sizes(self, n_draft=1)
-        resolve_switches(self)
+        super().__post_init__()
         self._static = _loaded("static", self.static)
         self._dynamic = _loaded("dynamic", self.dynamic)
-        self._rows: dict[int, _RowState] = {}
-        self._separate = False
 
     def fresh(self, context: DraftContext) -> NgramCache:
         for name, cache in (("static", self._static), ("dynamic", self._dynamic)):
@@ -170,7 +168,6 @@ class NgramCache(RowDrafter):
                     f"{context.vocab_size} ids: it was made with another tokenizer"
                 )
         made: NgramCache = super().fresh(context)
-        own_state(self, made, context)
         return made
 
     def parameters(self) -> dict[str, Any]:

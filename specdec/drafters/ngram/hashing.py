@@ -1,26 +1,14 @@
-"""Hashes of n-grams, as llama.cpp computes them, and parity switches of the n-gram strategies.
+"""Hashes of n-grams, as llama.cpp computes them, and the occurrences of equal ones.
 
 A hash of n tokens is the polynomial h = (h * multiplier + token) over them, modulo 2^64; llama.cpp's `ngram-map` keeps
 the lower 32 bits. A text's windows are hashed in one matrix product, one window in one dot product.
-
-*Parity switches*: a strategy does what llama.cpp does, oddities included, unless a field `fix_...` is true. A field
-left None follows `parity`: `parity=False` turns on all fixes that are not named.
-
-*State between rows*: llama.cpp's strategies continue with what an earlier text left in their slot. In a decoder's call
-what they know ends with each row, because a row's drafts, and under `leviathan` its text, must not depend on its
-neighbours. `shared` asks for upstream's behaviour; a chain without a decoder (`DraftContext.separate` False) has it
-always.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from specdec.config import check_switch, check_whole
-from specdec.drafters.base import DraftContext, DraftRequest
-from specdec.errors import SpecdecError
+from specdec.drafters.base import DraftRequest
 
 MAP_MULTIPLIER = 2654435761
 MOD_MULTIPLIER = 6364136223846793005
@@ -76,31 +64,3 @@ class Occurrences:
         self.counts = np.diff(starts, append=len(values))
         self.rank = np.empty_like(self.order)
         self.rank[self.order] = np.cumsum(new) - 1
-
-
-def resolve_switches(drafter: Any) -> None:
-    """Check the switches; `fix_...` fields that are None become True iff `parity` is False. Raises SpecdecError."""
-    check_switch(f"{drafter.name}: shared", drafter.shared)
-    switches = [name for name in drafter.__dataclass_fields__ if name.startswith("fix_")]
-    for name in ("parity", *switches):
-        if getattr(drafter, name) not in (True, False, None) or drafter.parity is None:
-            raise SpecdecError(f"{drafter.name}: {name} must be true or false, got {getattr(drafter, name)!r}")
-    for name in switches:
-        if getattr(drafter, name) is None:
-            setattr(drafter, name, not drafter.parity)
-
-
-def own_state(drafter: Any, made: Any, context: DraftContext) -> None:
-    """Give `made`, this drafter for one call, its state by slot: none, or if shared that of the previous call."""
-    made._separate = context.separate and not drafter.shared
-    before = None if made._separate else drafter.inherited(context)
-    made._rows = before._rows if before is not None else {}
-
-
-def check_sizes(drafter: Any, **least: int) -> None:
-    """Check whole-number parameters, name -> least value; sizes of n-grams and drafts go up to 1024, as upstream."""
-    for name, lowest in least.items():
-        value = getattr(drafter, name)
-        check_whole(f"{drafter.name}: {name}", value, lowest)
-        if value > 1024 and name not in ("min_hits", "hash_size", "table_size"):
-            raise SpecdecError(f"{drafter.name}: {name}={value} is above the limit of 1024")

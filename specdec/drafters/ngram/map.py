@@ -6,14 +6,14 @@ A draft is what followed an earlier occurrence of the last n tokens. Every n-gra
 remembers how much of its drafts was accepted. k4v compares what followed the occurrences of a key, keeps up to four
 such *values* with counts, and drafts only if one of them dominates (at least twice as often as the others together).
 
-Upstream's oddities are kept, and each has a switch (see drafters/ngram/hashing.py):
+Upstream's oddities are kept, and each has a switch (see drafters/ngram/parity.py):
 - `fix_ratchet`: upstream limits a key's next draft to what was accepted of the last one, so that one rejection of a
   whole draft ends its drafts for ever. Fixed: the limit doubles after a whole draft was accepted, and is at least 1.
 - `fix_blind_spot`: upstream never searches nor indexes the n + m + 1 positions before each prompt's end. Fixed: they
   are indexed as soon as m tokens follow.
 - `fix_begin`: upstream forgets a row only if its next text is shorter, and only after that text's end; another text in
   the same slot is not indexed until it is longer than the old one was. Fixed: a text that does not continue the old one
-  starts afresh. In a decoder's call only with `shared` (see drafters/ngram/hashing.py): there a row starts afresh.
+  starts afresh. In a decoder's call only with `shared` (see drafters/ngram/parity.py): there a row starts afresh.
 - `fix_min_hits` (map-k): upstream ignores `min_hits`. Fixed: a key drafts from its min_hits-th match on.
 
 Cost: an index of one int32 slot per position (1 MiB per row), which grows with the row; per round one dot product and a
@@ -27,8 +27,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from specdec.drafters.base import DraftContext, DraftRequest, RowDrafter, Tokens, as_array
+from specdec.drafters.base import DraftRequest, Tokens, as_array
 from specdec.drafters.ngram import hashing
+from specdec.drafters.ngram.parity import MOST, ParityDrafter
+from specdec.drafters.options import switch, whole
 
 MOST_HITS = 16380
 MOST_VALUES = 4
@@ -178,7 +180,7 @@ _NO_HASH = np.empty(0, dtype=np.uint64)
 
 
 @dataclass
-class NgramMapK(RowDrafter):
+class NgramMapK(ParityDrafter):
     """One value per key.
 
     size_n: tokens to match
@@ -190,29 +192,21 @@ class NgramMapK(RowDrafter):
     Raises SpecdecError for parameters out of range.
     """
 
-    size_n: int = 12
-    size_m: int = 48
-    min_hits: int = 1
-    hash_size: int = 262_144
+    size_n: int = whole(12, most=MOST)
+    size_m: int = whole(48, most=MOST)
+    min_hits: int = whole(1)
+    hash_size: int = whole(262_144, least=0)
     parity: bool = True
     fix_ratchet: bool | None = None
     fix_blind_spot: bool | None = None
     fix_begin: bool | None = None
     fix_min_hits: bool | None = None
-    shared: bool = False
+    shared: bool = switch(False)
     name: str = field(init=False, default="ngram-map-k")
-    _rows: dict[int, RowMap] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        hashing.check_sizes(self, size_n=1, size_m=1, min_hits=1, hash_size=0)
-        hashing.resolve_switches(self)
+        super().__post_init__()
         self._weights = hashing.powers(hashing.MAP_MULTIPLIER, self.size_n)
-        self._separate = False
-
-    def fresh(self, context: DraftContext) -> NgramMapK:
-        made: NgramMapK = super().fresh(context)
-        hashing.own_state(self, made, context)
-        return made
 
     def n_keys(self, row: int) -> int:
         """Count a row's keys."""

@@ -5,9 +5,9 @@ the table says, look up again. Slots hold no key, so two n-grams with one slot o
 may be proposed: the target rejects it.
 
 Upstream has one table for all rows. Here each row of a call has its own, unless `shared` is on: then rows draft from
-what the others wrote, and under `leviathan` a row's text depends on them (see drafters/ngram/hashing.py).
+what the others wrote, and under `leviathan` a row's text depends on them (see drafters/ngram/parity.py).
 
-Upstream's oddities are kept, and each has a switch (see drafters/ngram/hashing.py):
+Upstream's oddities are kept, and each has a switch (see drafters/ngram/parity.py):
 - `fix_wipe`: after five rounds in a row with less than a quarter of a draft accepted, upstream empties the table, for
   all rows. Fixed: only what this row wrote goes, unless it was overwritten.
 - `fix_occupancy`: when a new prompt fills more than a quarter of the table, upstream empties it, the new prompt
@@ -24,8 +24,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from specdec.drafters.base import DraftContext, DraftRequest, RowDrafter, Tokens, as_array
+from specdec.drafters.base import DraftContext, DraftRequest, Tokens, as_array
 from specdec.drafters.ngram import hashing
+from specdec.drafters.ngram.parity import MOST, ParityDrafter
+from specdec.drafters.options import switch, whole
 from specdec.errors import SettingWarning
 
 LAG = 32  # tokens of new text before it is entered
@@ -78,7 +80,7 @@ class RowState:
 
 
 @dataclass
-class NgramMod(RowDrafter):
+class NgramMod(ParityDrafter):
     """One table per row, or with `shared` for all rows.
 
     n_match: tokens to match
@@ -89,20 +91,18 @@ class NgramMod(RowDrafter):
     n_min, as an axis k makes it.
     """
 
-    n_match: int = 24
-    n_min: int = 48
-    n_max: int = 64
-    table_size: int = 4_194_304
+    n_match: int = whole(24, most=MOST)
+    n_min: int = whole(48, 0, MOST)
+    n_max: int = whole(64, 0, MOST)
+    table_size: int = whole(4_194_304)
     parity: bool = True
     fix_wipe: bool | None = None
     fix_occupancy: bool | None = None
-    shared: bool = False
+    shared: bool = switch(False)
     name: str = field(init=False, default="ngram-mod")
-    _rows: dict[int, RowState] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        hashing.check_sizes(self, n_match=1, n_min=0, n_max=0, table_size=1)
-        hashing.resolve_switches(self)
+        super().__post_init__()
         if self.n_match < 16:
             warnings.warn(f"ngram-mod: n_match={self.n_match} is below 16: many false hits", stacklevel=3)
         if 0 < self.n_max < self.n_min:
@@ -112,11 +112,10 @@ class NgramMod(RowDrafter):
             )
             warnings.warn(message, SettingWarning, stacklevel=3)
         self._weights = hashing.powers(hashing.MOD_MULTIPLIER, self.n_match)
-        self._pool, self._separate = Pool(self.table_size), False
+        self._pool = Pool(self.table_size)
 
     def fresh(self, context: DraftContext) -> NgramMod:
         made: NgramMod = super().fresh(context)
-        hashing.own_state(self, made, context)
         before = self.inherited(context)
         made._pool = before._pool if before is not None and not made._separate else Pool(self.table_size)
         return made

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from specdec.drafters.base import DraftRequest, RowDrafter, as_array, suffix_matches
-from specdec.drafters.ngram.hashing import check_sizes
+from specdec.drafters.ngram.parity import MOST
+from specdec.drafters.options import whole
 
 
 @dataclass
@@ -25,13 +26,10 @@ class NgramSimple(RowDrafter):
     Raises SpecdecError for parameters out of range.
     """
 
-    size_n: int = 12
-    size_m: int = 48
-    min_hits: int = 1
+    size_n: int = whole(12, most=MOST)
+    size_m: int = whole(48, most=MOST)
+    min_hits: int = whole(1)
     name: str = field(init=False, default="ngram-simple")
-
-    def __post_init__(self) -> None:
-        check_sizes(self, size_n=1, size_m=1, min_hits=1)
 
     def _propose(self, request: DraftRequest) -> list[int]:
         tokens, n, m = as_array(request.tokens), self.size_n, self.size_m

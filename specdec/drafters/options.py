@@ -1,0 +1,48 @@
+"""Parameters of strategies, declared with their bounds: `Drafter` checks what is declared here when it is made.
+
+    nodes: int = whole(80, most=MOST_NODES)
+    -> SpecdecError: recycling: nodes must be a whole number >= 1, got 0
+
+None is allowed where it is the default, or with `optional`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import field, fields
+from functools import partial
+from typing import Any
+
+from specdec.config import check_number, check_switch, check_whole
+
+
+def whole(default: int | None, least: int = 1, most: int | None = None) -> Any:
+    """Declare a whole number."""
+    return _checked(default, partial(check_whole, least=least, most=most))
+
+
+def number(default: float | None, low: float, high: float, optional: bool = False) -> Any:
+    """Declare a finite number in [low, high]."""
+    return _checked(default, partial(check_number, low=low, high=high), optional)
+
+
+def switch(default: bool) -> Any:
+    """Declare a switch."""
+    return _checked(default, check_switch)
+
+
+def state(default: Any = None) -> Any:
+    """Declare what is no parameter: what the copy of a call learns."""
+    return field(init=False, repr=False, compare=False, default=default)
+
+
+def check_options(drafter: Any) -> None:
+    """Raise SpecdecError for a declared parameter out of its bounds."""
+    for declared in (f for f in fields(drafter) if "check" in f.metadata):
+        value = getattr(drafter, declared.name)
+        if not (value is None and declared.metadata["optional"]):
+            declared.metadata["check"](f"{drafter.name}: {declared.name}", value)
+
+
+def _checked(default: Any, check: Callable[[str, Any], None], optional: bool = False) -> Any:
+    return field(default=default, metadata={"check": check, "optional": optional or default is None})
