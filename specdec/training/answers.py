@@ -79,7 +79,11 @@ def parse_part(text: str) -> tuple[int, int]:
 
 
 def write_answers(
-    plan: Plan, decoder: SpeculativeDecoder, config: TrainingConfig, part: tuple[int, int], advance: Callable[[str], None]
+    plan: Plan,
+    decoder: SpeculativeDecoder,
+    config: TrainingConfig,
+    part: tuple[int, int],
+    advance: Callable[[str], None],
 ) -> Path:
     """Write one shard of the answers, or what is missing of it, until `data.minutes` are over.
 

@@ -151,9 +151,12 @@ def test_answers_end_by_the_clock_and_go_on(tmp_path: Path, target: Path, decode
     for written in (4, 6):
         said: list[str] = []
         write_answers(plan, decoder, config, (0, 1), said.append)
-        assert len(said) == 1 and "answers" in said[0] and "left" in said[0]
+        assert len(said) == 1
+        assert "answers" in said[0]
+        assert "left" in said[0]
         found = read_answers(plan, config)
-        assert found is not None and sum(map(len, found)) == written
+        assert found is not None
+        assert sum(map(len, found)) == written
         assert (read_answers(plan, whole) is None) == (written < 6)
 
 
