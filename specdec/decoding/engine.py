@@ -10,8 +10,7 @@ It is `specdec/reference.py`, batched, cached and fast. A pass over the B slots 
     4 token    and which token follows them (decoding/verify_pass.py); pipelined drafting starts the next drafts from
                that alone
     read       the decisions come to the host in one transfer
-    5 commit   rows take their tokens and end at a stop; the cache is trimmed to what was accepted: a row's size is set,
-               and accepted paths of trees are copied to where a chain would have them
+    5 commit   rows take their tokens and end at a stop; the cache is trimmed to what was accepted: a row's size is set
 
 A draft longer than a pass is verified in chunks: if a whole chunk is accepted, the rest of the draft stays pending and
 the row goes on in the next pass, while other rows start new rounds. A tree is verified in one pass; nodes that do not
@@ -37,7 +36,6 @@ from specdec.device.clock import Clock
 from specdec.drafters.base import NO_DRAFT, Draft, DraftRequest, RowNoise
 from specdec.drafters.chain import Chain
 from specdec.models.kv_cache import KeptRows
-from specdec.models.trees import moves
 from specdec.sampling.sampling import fold_int
 from specdec.stats import Stats, Times
 
@@ -135,7 +133,7 @@ class Engine:
 
         took: seconds of the pass's draft and verify.
         """
-        rounds, moved, taken = [], [], {}
+        rounds = []
         for slot, row in active:
             draft, start = row.pending, row.size - 1
             assert draft is not None
@@ -146,18 +144,14 @@ class Engine:
                 emitted = self._take(row, verdict)
             finally:  # a stopping criterion may be interrupted among the tokens
                 result.note_tokens(slot, row, row.size - 1 - start)
-            taken[slot] = start + 1, emitted
             if verdict.status == "continues" and row.finish_reason is None:
                 row.pending = draft.rest(len(verdict.path), verdict.total)
             else:
                 path = verdict.path[: len(emitted)]
-                moved += moves(slot, [n + 1 for n in path], start) if draft.parents is not None else []
                 self._close(slot, row, path if draft.parents is not None else None)
             if self.verifier.wanted.p_and_q:
                 rounds.append(record_round(row, slot, draft, start, verdict, emitted, result, took))
-        if self.verifier.texts is not None:
-            self.verifier.texts.append(taken)
-        self.cache.rewind({slot: row.size - 1 for slot, row in active}, moved)
+        self.cache.rewind({slot: row.size - 1 for slot, row in active})
         return rounds
 
     def _take(self, row: Row, verdict: RowVerdict) -> list[int]:

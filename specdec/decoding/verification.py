@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,18 +19,24 @@ from torch import Tensor
 from specdec.decoding import verify_pass as at  # the columns of a pass's table
 from specdec.decoding.acceptance import AcceptanceRule
 from specdec.decoding.row import Row
-from specdec.decoding.verify_pass import NOTHING, Verified, VerifyInputs, VerifyKey, Wanted, verify
+from specdec.decoding.verify_pass import NOTHING, Verified, VerifyInputs, VerifyKey, Wanted, emitted, verify
 from specdec.decoding.verify_result import PendingResult
-from specdec.device.host_read import HostReader
+from specdec.device.host_read import HostReader, Packed
 from specdec.device.transfer import array_on, put_rows
 from specdec.drafters.base import COUPLED, Draft
 from specdec.errors import SpecdecError
 from specdec.models.kv_cache import RaggedCache
 from specdec.models.runner import PassOutput, Runner, Shapes
-from specdec.models.trees import chain_parents, depths_of, most_children, path_to
+from specdec.models.trees import Paths, chain_parents, depths_of, most_children, path_to
 from specdec.sampling.prefixes import History
 from specdec.sampling.sampling import Sampling
 from specdec.sampling.texts import KnownTexts
+
+
+class PathsKey(NamedTuple):
+    """What is fixed in a recorded copy of accepted paths: the rows."""
+
+    batch: int
 
 
 @dataclass(frozen=True)
@@ -101,7 +107,8 @@ class Verifier:
         states = self._states(plan) if known_layers else None
         key = self._key(runner, plan)
         known = None if self.texts is None else self.texts.known(key.given.kv_len, runner.device)
-        verified = self._run(runner, plan, key, VerifyInputs(self._table(plan), self._q(plan), states, known))
+        table = self._table(plan)
+        verified = self._run(runner, plan, key, VerifyInputs(table, self._q(plan), states, known))
         self.passes += 1
         if known_layers:
             self.resumed[known_layers] += 1
@@ -109,8 +116,24 @@ class Verifier:
         if verified.logits is not None and verified.fed is not None:
             seen = (verified.hidden, verified.where, self.observed or ())
             output = PassOutput(verified.logits, verified.fed, plan.starts, plan.counts, 0, *seen)
-        limit = self.shapes.verify_width
-        return PendingResult(verified.packed, self.reader.start(verified.packed), self.reader, limit, output)
+        arriving = self.reader.start(verified.packed)
+        if plan.has_trees:
+            self._keep_paths(table[:, at.STARTS], verified.packed)
+        if self.texts is not None:
+            self.texts.grow(table[:, at.POSITIONS], emitted(verified.packed))
+        return PendingResult(verified.packed, arriving, self.reader, self.shapes.verify_width, output)
+
+    def _keep_paths(self, starts: Tensor, packed: Packed) -> None:
+        """Copy the accepted paths of trees to where a chain would have them, while their verdict is on its way to the
+        host."""
+
+        def function(paths: Paths) -> Paths:
+            self.cache.compact(*paths.moves(self.cache.capacity))
+            return paths
+
+        paths = Paths(starts, packed["path"], packed["accepted"])
+        none = replace(paths, accepted=torch.zeros_like(paths.accepted))
+        self.runner.run(self.cache, PathsKey(self.batch), paths, function, idle=none)
 
     def plan(self, active: Sequence[tuple[int, Row]]) -> PassPlan:
         """Plan the pass that verifies what the rows have pending."""
@@ -173,7 +196,18 @@ class Verifier:
             levels=plan.levels,
             siblings=plan.siblings,
             wanted=self.wanted,
+            columns=plan.width if drafted or plan.has_trees else self._least_columns(plan.width),
         )
+
+    def _least_columns(self, width: int) -> int:
+        """Count the columns that are scored where no row has a draft.
+
+        Only in a pipeline that does much with each, and only where torch sums along a row of probabilities in the same
+        order, however many rows there are: then exact mode stays exact.
+        """
+        simple = self.sampling.greedy and self.texts is None
+        same_order = self.batch * width <= 64 and self.vocab_size > 1 << 14
+        return width if simple or self.wanted.p_and_q or not same_order else min(width, 2)
 
     def _run(self, runner: Runner, plan: PassPlan, key: VerifyKey, inputs: VerifyInputs) -> Verified:
         cache, sampling, texts, history = self.cache, self.sampling, self.texts, None

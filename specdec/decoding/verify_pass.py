@@ -63,6 +63,7 @@ class VerifyKey(NamedTuple):
     all_have_q: all drafts have a q
     levels, siblings: bounds of the trees; 0 = chains only
     wanted: what the host reads beside the tokens
+    columns: so many first ones are scored
     """
 
     given: PassKey
@@ -74,6 +75,7 @@ class VerifyKey(NamedTuple):
     levels: int
     siblings: int
     wanted: Wanted
+    columns: int
 
 
 @dataclass(frozen=True)
@@ -128,13 +130,14 @@ def verify(
     if texts is not None and inputs.known is not None:
         width = key.given.width
         on_path = chain_paths(len(fed), width, width, fed.device) if tree is None else tree.lineage
-        prefixes = Prefixes(inputs.known.ids, inputs.table[:, STARTS], fed, on_path)
+        prefixes = Prefixes(inputs.known.ids, inputs.table[:, STARTS], fed, on_path[:, : key.columns])
         read = texts.texts(inputs.known, prefixes, None if history is None else replace(history, fed=fed))
     # Compiled only where it computes nothing with the scores but to compare them: sums would round differently.
     lossless = key.rule.recordable and not key.rule.lossy
-    compares = sampling.greedy and lossless and key.wanted == NOTHING and tree is None
+    compares = sampling.greedy and lossless and key.wanted == NOTHING
     decide = runner.part(_decide) if compares and read is None else _decide
-    flat, names, forms = decide(out.logits, inputs, draft, outside, tree, key, sampling, read)
+    logits, draft, outside = (t[:, : key.columns] for t in (out.logits, draft, outside))
+    flat, names, forms = decide(logits, inputs, draft, outside, tree, key, sampling, read)
     seen = (fed, out.logits, out.hidden, where) if key.given.observed is not None else ()
     return Verified(Packed(flat, names, forms), *seen)
 
@@ -192,6 +195,12 @@ def _decide(
     )
     packed = Packed.of(_wanted(block, judge(block, key.rule), key))
     return packed.flat, packed.names, packed.forms
+
+
+def emitted(packed: Packed) -> Tensor:
+    """Return the tokens that a pass emits, [B, n]: those that are accepted, the one after them, and padding."""
+    accepted, path = packed["accepted"], packed["path"] if "path" in packed.names else None
+    return Verdict(accepted, packed["token"], packed["failed"], path).emitted(packed["draft"])[0]
 
 
 def _wanted(block: Block, verdict: Verdict, key: VerifyKey) -> dict[str, Tensor]:

@@ -209,12 +209,19 @@ class Graphs:
         self.busy = False
 
     def run(
-        self, known: dict[Hashable, Any], key: Hashable, inputs: I, compute: Callable[[I], R], is_prefill: bool = False
+        self,
+        known: dict[Hashable, Any],
+        key: Hashable,
+        inputs: I,
+        compute: Callable[[I], R],
+        is_prefill: bool = False,
+        idle: I | None = None,
     ) -> R:
         """Replay `compute` from `known`, the recordings of a cache; record it first if key or signature are new.
 
         key: a named tuple of all that `compute` depends on, except its inputs and their signature
         is_prefill: compute it the first time; most prompts never come again
+        idle: inputs for which `compute` changes nothing; a function that must not run twice is recorded with them
         """
         kind = type(key).__name__
         if self.busy or kind in self.failures:
@@ -228,7 +235,7 @@ class Graphs:
             started = time.perf_counter()
             # What another thread runs on the side stream would become part of the recording.
             with _recording, sync_allowed(next(inputs.tensors()).device):
-                recorded = self._record(kind, inputs, compute, is_prefill)
+                recorded = self._record(kind, inputs if idle is None else idle, compute, is_prefill)
             self.seconds += time.perf_counter() - started
             if recorded is None:
                 return compute(inputs)

@@ -218,13 +218,12 @@ class RaggedCache(Cache):
         if self.states is not None:
             self.states.begin_draft(rows)
 
-    def rewind(self, lengths: Mapping[int, int], moves: Sequence[tuple[int, int, int]] = ()) -> None:
+    def rewind(self, lengths: Mapping[int, int]) -> None:
         """Trim each row to the tokens that it keeps; lengths: row -> slots.
 
-        Trimming keys and values costs nothing: masks hide them until later tokens overwrite them. Only accepted paths
-        of trees are copied: `moves`, as in `compact`. Recurrent states go back when the row's next pass begins.
+        Trimming keys and values costs nothing: masks hide them until later tokens overwrite them. Recurrent states go
+        back when the row's next pass begins.
         """
-        self.compact(moves)
         if self.states is not None:
             self.states.rewind(lengths)
 
@@ -233,14 +232,13 @@ class RaggedCache(Cache):
         if self.states is not None:
             self.states.pretend(lengths)
 
-    def compact(self, moves: Sequence[tuple[int, int, int]]) -> None:
-        """Copy slots at once, (row, from, to) each: every source is read before any target is written."""
-        if not moves:
-            return
-        layers = self.filled
-        listed = np.asarray(moves, dtype=np.int64).T.copy()
-        index = array_on(listed, layers[0].keys.device)
-        for layer in layers:
+    def compact(self, source: Tensor, target: Tensor) -> None:
+        """Copy slots of every row, int64 [B, n] each: every source is read before any target is written.
+
+        Targets differ within a row, but for the trash slot.
+        """
+        index = torch.stack([torch.arange(self.batch, device=source.device)[:, None].expand_as(source), source, target])
+        for layer in self.filled:
             index = moved(index, layer.keys.device)
             row, source, target = index
             for buffer in (layer.keys, layer.values):

@@ -323,12 +323,18 @@ class Runner:
 
     @pinned()
     def run(
-        self, cache: RaggedCache, key: Hashable, inputs: I, function: Callable[[I], R], is_prefill: bool = False
+        self,
+        cache: RaggedCache,
+        key: Hashable,
+        inputs: I,
+        function: Callable[[I], R],
+        is_prefill: bool = False,
+        idle: I | None = None,
     ) -> R:
         """Call a function that makes passes over `cache`, or replay its recording (`Graphs.run`)."""
         if self.graphs is None or cache.graphs is None:
             return function(inputs)
-        return self.graphs.run(cache.graphs, key, inputs, function, is_prefill)
+        return self.graphs.run(cache.graphs, key, inputs, function, is_prefill, idle)
 
     def compute(self, cache: RaggedCache, key: PassKey, inputs: PassInputs) -> PassResult:
         """Compute the pass from tensors alone: no value of `inputs` is known here."""

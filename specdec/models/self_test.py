@@ -24,7 +24,7 @@ from specdec.models.kv_cache import RaggedCache
 from specdec.models.quantised import is_quantised
 from specdec.models.runner import UNBOUNDED, Runner, Shapes
 from specdec.models.self_test_causes import cause, plain_cause
-from specdec.models.trees import Parents, Tree, TreePass, chain_parents, moves
+from specdec.models.trees import Parents, Paths, Tree, TreePass, chain_parents
 from specdec.models.view import ModelView
 
 LENGTH = 14  # tokens of a text
@@ -158,7 +158,10 @@ class _SelfTest:
             cache.set_long(1, self.runner.rope is not None and self.far >= self.runner.rope.switch)
         cache.begin_draft([0])
         out = self._feed(cache, [ids, wrong[: len(ids)] if far else []], [start, 0], parents, self.far if far else 0)
-        cache.rewind({0: start + len(path)}, moves(0, path, start))
+        nodes = [[column - 1 for column in path], [0] * len(path)]
+        paths = Paths(*(to_device(numbers, self.runner.device) for numbers in ([start, 0], nodes, [len(path), 0])))
+        cache.compact(*paths.moves(cache.capacity))
+        cache.rewind({0: start + len(path)})
         return out[0, [0, *path]]
 
     def _feed(

@@ -168,6 +168,26 @@ def parent_table(rows: Sequence[Sequence[int]], width: int) -> np.ndarray:
 
 
 @dataclass(frozen=True)
+class Paths(Buffers):
+    """The accepted paths of a pass.
+
+    starts [B]: slot of each row's newest token
+    nodes [B, levels]: the nodes of each path, of which the first `accepted` [B] are real
+    """
+
+    starts: Tensor
+    nodes: Tensor
+    accepted: Tensor
+
+    def moves(self, trash: int) -> tuple[Tensor, Tensor]:
+        """Return (source, target) slots [B, levels]: a path's tokens go to where a chain would have them."""
+        level = torch.arange(self.nodes.shape[1], device=self.nodes.device)
+        moves, first = (level < self.accepted[:, None]) & (self.nodes != level), self.starts[:, None] + 1
+        source, target = (torch.where(moves, first + at, trash) for at in (self.nodes, level))
+        return source, target
+
+
+@dataclass(frozen=True)
 class TreePass(Buffers):
     """Where the tokens of one pass are in their rows' trees.
 

@@ -94,7 +94,8 @@ class KnownTexts:
 
     def __init__(self, batch: int, capacity: int, vocab: int, device: torch.device):
         self.room = Room(batch, capacity, vocab, device)
-        self.ids = torch.zeros(batch, capacity, dtype=torch.int64, device=device)
+        # A column more than is read: what lies past the end is written there.
+        self.ids = torch.zeros(batch, capacity + 1, dtype=torch.int64, device=device)
         self.stages: tuple[Stage, ...] = ()
         self.numbers = self.ids[:, :0]
         self.constants: tuple[Tensor, ...] = ()
@@ -133,14 +134,10 @@ class KnownTexts:
                 self.constants[first + 1][row, : len(gains)] = to_device(gains, self.room.device, torch.float32)
             first += stage.size
 
-    def append(self, tokens: Mapping[int, tuple[int, Sequence[int]]]) -> None:
-        """Write what was emitted: row -> (position of the first token, tokens)."""
-        rows = [row for row, (_, new) in tokens.items() for _ in new]
-        if rows:
-            at = [first + i for first, new in tokens.values() for i in range(len(new))]
-            values = [token for _, new in tokens.values() for token in new]
-            row, column, token = to_device([rows, at, values], self.room.device)
-            self.ids[row, column] = token
+    def grow(self, positions: Tensor, tokens: Tensor) -> None:
+        """Write tokens [B, n] from positions [B] on; those that are not emitted lie after their row's length."""
+        at = positions[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+        self.ids.scatter_(1, at.clamp(max=self.ids.shape[1] - 1), tokens)
 
     def known(self, columns: int, device: torch.device) -> Known:
         """Return the first ids of each row, and what goes with them."""

@@ -13,7 +13,7 @@ import torch
 from specdec import Draft, DraftModel, DraftRequest, PromptLookup, SpecdecError, SpeculativeDecoder
 from specdec.drafters.tree_plan import parse_plan, plan_parents
 from specdec.models.runner import Runner, Shapes
-from specdec.models.trees import Tree, TreePass, depths_of, path_to
+from specdec.models.trees import Paths, Tree, TreePass, depths_of, path_to
 from specdec.research.traces.trace import record
 from specdec.stats import RoundRecord, Tally
 from tests.helpers.laws import cell, fit, samples, small_model, three_token_law
@@ -199,7 +199,8 @@ def test_logits_after_an_accepted_path_equal_those_of_a_fresh_prefill(kind: str)
     for column in range(3):
         expected = oracle_logits(model, text[: 8 + column])[-1]
         torch.testing.assert_close(logits[1, column], expected, atol=1e-4, rtol=1e-4)
-    cache.compact([(0, 9 + 2, 10), (0, 9 + 4, 11), (0, 9 + 6, 12)])  # nodes 1, 3, 5
+    paths = Paths(torch.tensor(starts), torch.tensor([[1, 3, 5], [0, 1, 0]]), torch.tensor([3, 2]))
+    cache.compact(*paths.moves(cache.capacity))
     after = runner.step(cache, shapes, torch.tensor([[17], [0]]), [13, 0], [1, 0]).logits[0, 0]
     fresh = oracle_logits(model, [*text, 12, 14, 16, 17])[-1]
     torch.testing.assert_close(after, fresh, atol=1e-4, rtol=1e-4)

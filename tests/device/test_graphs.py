@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import copy
 import warnings
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +14,10 @@ import torch
 import specdec
 from specdec.decoder import SpeculativeDecoder
 from specdec.decoding.acceptance import MATCH, AcceptanceRule, Block
+from specdec.decoding.verification import Verifier
 from specdec.device.graphs import LEAST_LAYERS, LEAST_PARAMETERS, check_compile, choose_mode
 from specdec.errors import SpecdecError
-from specdec.models.kv_cache import CachePool, compiled_slots, rounded_up
+from specdec.models.kv_cache import CachePool, RaggedCache, compiled_slots, rounded_up
 from specdec.models.passes import ALL_LAYERS
 from specdec.models.runner import Runner
 from tests.helpers.recording import Frozen, OnlyPasses, Refusing, Rerun, replayed
@@ -346,3 +349,20 @@ def test_sizes_come_from_short_lists() -> None:
     assert [rounded_up(n, 256, 4) for n in (1, 256, 257, 1030, 2050, 4097)] == [256, 256, 512, 1280, 2560, 5120]
     assert len({rounded_up(n, 256, 4) for n in range(1, 32768)}) == 4 + 4 * 5
     assert all(rounded_up(n, 256, 16) < 1.0625 * n + 256 for n in range(1, 20000, 7))
+
+
+def test_an_accepted_path_is_copied_once_though_recording_runs_a_function_twice() -> None:
+    """Copied twice, a path would be taken from slots that the first copy has overwritten."""
+    found, runner = [], decoder(Rerun).target
+    for graphs in (None, {}):  # eagerly, recorded
+        cache = RaggedCache(1, 2, 8)
+        cache.aim(torch.arange(8).expand(2, -1), slice(0, 2), 8)
+        cache.update(*[torch.arange(64.0).reshape(2, 1, 8, 4)] * 2, 0)
+        cache.graphs = graphs
+        for accepted in (torch.tensor([3, 1]), torch.tensor([0, 2])):
+            verdict: Any = {"path": torch.tensor([[1, 3, 5], [4, 6, 0]]), "accepted": accepted}
+            Verifier._keep_paths(SimpleNamespace(runner=runner, cache=cache, batch=2), torch.tensor([1, 0]), verdict)  # type: ignore[arg-type]
+        found.append(cache.layers[0].keys[:, 0, :, 0] // 4 % 8)
+    assert found[0].tolist() == [[0, 1, 3, 5, 7, 5, 6, 7, 0], [0, 5, 7, 3, 4, 5, 6, 7, 0]]
+    assert torch.equal(*found)
+    assert runner.graphs.captures == 1

@@ -50,7 +50,7 @@ def test_layers_of_a_cache_are_where_their_keys_are() -> None:
         states = torch.ones(1, 2, 2, 4, device=device)
         keys, values = cache.update(states, states, index)
         assert keys.device.type == values.device.type == cache.layers[index].keys.device.type == device
-    cache.compact([(0, 1, 0)])  # on each layer's device
+    cache.compact(torch.tensor([[1]]), torch.tensor([[0]]))  # on each layer's device
     assert cache.layers[0].keys[0, :, 0].eq(1).all()
 
 

@@ -8,6 +8,7 @@ import torch
 from transformers import LlamaConfig
 
 from specdec.models.kv_cache import CachePool, KeptRows, RaggedCache, common_prefix, kv_cache_bytes, kv_widths
+from specdec.models.trees import Paths
 
 HEADS, WIDTH, CAPACITY = 2, 4, 6
 
@@ -75,7 +76,8 @@ def test_the_buffers_start_at_zero_and_a_wiped_row_is_zero_again() -> None:
 def test_compaction_moves_the_accepted_path_to_the_front() -> None:
     cache = RaggedCache(1, 2, CAPACITY)
     k, v, _, _ = write(cache, [[0, 1, 2, 3, 4], [0, 1, 2, 3, 4]], slice(0, 2), CAPACITY)
-    cache.compact([(0, 2, 1), (0, 3, 2), (0, 4, 3), (1, 4, 2)])  # slots that are read and overwritten at once
+    paths = Paths(torch.tensor([0, 0]), torch.tensor([[1, 2, 3], [0, 3, 1]]), torch.tensor([3, 2]))
+    cache.compact(*paths.moves(CAPACITY))  # slots that are read and overwritten at once
     assert torch.equal(cache.layers[0].keys[0, :, :5], k[0][:, [0, 2, 3, 4, 4]])
     assert torch.equal(cache.layers[0].values[0, :, :5], v[0][:, [0, 2, 3, 4, 4]])
     assert torch.equal(cache.layers[0].keys[1, :, :5], k[1][:, [0, 1, 4, 3, 4]])
@@ -131,7 +133,7 @@ def test_layers_without_keys_of_their_own_are_left_out() -> None:
     cache.aim(torch.tensor([[0, 1, 2], [0, 1, 2]]), slice(0, 2), 3)
     for layer in (1, 4):  # the cache of a model that runs layers several times grows
         cache.update(states(2, 3), states(2, 3), layer)
-    cache.compact([(0, 2, 1)])
+    cache.compact(torch.tensor([[2], [0]]), torch.tensor([[1], [0]]))
     assert torch.equal(cache.layers[4].keys[0, :, 1], cache.layers[4].keys[0, :, 2])
     other.copy_row_from(cache, 0, 1, 3)
     for layer in (1, 4):

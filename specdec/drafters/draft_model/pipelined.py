@@ -52,7 +52,7 @@ class AheadInputs(Buffers):
     table [B, 3]: SIZE ... DRAFTED; DRAFTED 0: a row without a draft
     draft [B, k]: the tokens that are being verified
     accepted [B], token [B]: the verdict: how many of them are accepted, and the token after them
-    known: the rows' texts before the verdict, for processors that read them
+    known: the rows' texts after the verdict, for processors that read them
     """
 
     table: Tensor
@@ -60,11 +60,6 @@ class AheadInputs(Buffers):
     accepted: Tensor
     token: Tensor
     known: Known | None = None
-
-    def text(self) -> Known | None:
-        """Return the rows' texts after the verdict; a row has fewer ids than are written if not all are accepted."""
-        newer = F.pad(self.draft, (0, 1)).scatter(1, self.accepted[:, None], self.token[:, None])
-        return None if self.known is None else self.known.grown(newer, self.table[:, SIZE])
 
 
 @dataclass(frozen=True)
@@ -136,7 +131,7 @@ def go_ahead(
     def function(given: AheadInputs) -> Proposal:
         draft = F.pad(given.draft, (0, max(0, COLUMNS - given.draft.shape[1])))
         table = core.runner.part(_caught_up)(given.table, draft, given.accepted, given.token, steps.first.width)
-        return core.steps(steps, sampling, StepInputs(table, given.text()), requests)
+        return core.steps(steps, sampling, StepInputs(table, given.known), requests)
 
     proposal = core.runner.run(core.cache, AheadKey(steps), inputs, function)
     core.passes += k
