@@ -123,8 +123,10 @@ def verify(
     texts: for processors that read them, as far as `inputs` does not have them
     history: for processors that are called on the host; the fed ids are added here
     """
-    fed, draft, outside = runner.part(_fed)(inputs.table, key.vocab_size, key.given.width)
-    tree, where = _trees(key, inputs.table)
+    fed, draft, outside = _fed(inputs.table, key.vocab_size, key.given.width)
+    tree = where = None
+    if key.levels:
+        tree, where = runner.part(_trees)(inputs.table, key.levels, key.siblings, key.given.width)
     out = runner.forward(cache, key.given, PassInputs(fed, inputs.table[:, :LAST].T, where, inputs.states))
     read = None
     if texts is not None and inputs.known is not None:
@@ -150,12 +152,9 @@ def _fed(table: Tensor, vocab_size: int, width: int) -> tuple[Tensor, Tensor, Te
     return torch.cat([table[:, LAST, None], draft[:, : width - 1]], dim=1), draft, outside
 
 
-def _trees(key: VerifyKey, table: Tensor) -> tuple[Tree | None, TreePass | None]:
+def _trees(table: Tensor, levels: int, siblings: int, width: int) -> tuple[Tree, TreePass]:
     """Return the rows' trees, and where the pass puts their tokens."""
-    if not key.levels:
-        return None, None
-    parents = table[:, DRAFT + key.given.width :]
-    tree = Tree.of(parents, key.levels, key.siblings, table[:, LIMITS])
+    tree = Tree.of(table[:, DRAFT + width :], levels, siblings, table[:, LIMITS])
     return tree, TreePass.of(tree, table[:, STARTS], table[:, COUNTS])
 
 

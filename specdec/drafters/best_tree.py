@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -187,16 +188,26 @@ class Levels:
     """
 
     def __init__(self, last: Tensor, real: Tensor, widths: Sequence[int]):
-        self.last, self.real, self.sees = last, real, real[:, None, None]
         depths = [last.new_full((width,), depth) for depth, width in enumerate((1, *widths))]
+        self.last, self.real, self.held = last, real, 1
         self.depths = torch.cat(depths).expand(len(last), -1)
+        self.slots = torch.arange(self.depths.shape[1], device=last.device)
+        self.sees = real[:, None, None] & (self.slots == 0)
 
-    def feed(self, origin: Tensor) -> TreePass:
-        """Describe the pass over the next level. origin [B, K]: each node's parent among the nodes fed before."""
-        held, width = self.sees.shape[-1], origin.shape[1]
-        seen = self.sees.gather(1, origin[..., None].expand(-1, -1, held))
-        own = torch.eye(width, dtype=torch.bool, device=seen.device) & self.real[:, None, None]
-        self.sees = torch.cat([seen, own], dim=-1)
-        offsets = torch.arange(width, device=self.last.device) + held
-        padded = torch.nn.functional.pad(self.sees, (0, self.depths.shape[1] - self.sees.shape[-1]))
-        return TreePass(self.last, offsets.expand(len(self.last), -1), self.depths, padded)
+    def feed(self, origin: Tensor, part: Callable[[Any], Any] = lambda function: function) -> TreePass:
+        """Describe the pass over the next level.
+
+        origin [B, K]: each node's parent among the nodes fed before
+        part: compiles a function of tensors
+        """
+        offsets = self.slots[self.held : self.held + origin.shape[1]].clone()
+        self.held += origin.shape[1]
+        self.sees = part(_below)(self.sees, origin, offsets, self.real)
+        return TreePass(self.last, offsets.expand(len(self.last), -1), self.depths, self.sees)
+
+
+def _below(sees: Tensor, origin: Tensor, offsets: Tensor, real: Tensor) -> Tensor:
+    """Return what the nodes of a level see, [B, K, R]: what their parents [B, K] do, and themselves at offsets [K]."""
+    above = sees.gather(1, origin[..., None].expand(-1, -1, sees.shape[-1]))
+    own = offsets[:, None] == torch.arange(sees.shape[-1], device=sees.device)
+    return above | (own & real[:, None, None])

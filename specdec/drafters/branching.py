@@ -10,8 +10,9 @@ fixed shapes, so a round's trees can be recorded as one function: places that no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,9 +22,10 @@ from specdec.device.buffers import Buffers
 from specdec.device.host_read import HostReader
 from specdec.drafters.base import RowSampling, proposal_distribution
 from specdec.drafters.planned_tree import LevelPasses, TreeRows
-from specdec.drafters.siblings import LEAST, best_children, node_streams, sampled_children
+from specdec.drafters.siblings import LEAST, best_children, best_siblings, node_streams, sampled_children
 from specdec.models.trees import MISSING, path_to
 from specdec.sampling.processors import Texts
+from specdec.sampling.sampling import largest
 from specdec.sampling.texts import Drafted
 
 
@@ -70,18 +72,33 @@ class BranchedTrees(Buffers):
     q: Tensor | None
 
 
-@dataclass(frozen=True)
-class Frontier:
-    """The nodes of a level that may get children, [B, F] each.
+class Growing(NamedTuple):
+    """Trees as far as they have grown.
 
-    nodes: their numbers, -1 = the newest token
-    missing: True where there is none
+    tokens, parents [B, N]: as in `BranchedTrees`
+    total, paths, reached [B]: nodes, paths that have begun, levels
+    nodes [B, F]: nodes of the newest level, which may get children, by number; -1 = the newest token
+    missing [B, F]: True where there is none
     on_path [B, F, N]: True for the nodes on the way to each, itself included
     """
 
+    tokens: Tensor
+    parents: Tensor
+    total: Tensor
+    paths: Tensor
+    reached: Tensor
     nodes: Tensor
     missing: Tensor
     on_path: Tensor
+
+    @staticmethod
+    def start(levels: Tensor, size: int) -> Growing:
+        """Begin trees of `size` nodes at most; levels [B]: of each row's tree, 0 = none."""
+        tokens = levels.new_full((len(levels), size), MISSING)
+        parents, none = torch.full_like(tokens, -1), torch.zeros_like(levels)
+        newest = torch.full_like(levels, -1)[:, None]
+        on_path = tokens.new_zeros((len(levels), 1, size), dtype=torch.bool)
+        return Growing(tokens, parents, none, none + 1, none, newest, (levels <= 0)[:, None], on_path)
 
 
 class Branches:
@@ -89,6 +106,7 @@ class Branches:
 
     sampling: how the rows sample; None: the best tokens
     texts: for processors that read them; None: there are none
+    part: compiles a function of tensors
     reader: reads the shape for processors that are called on the host
     looks: stop as soon as no path goes on; only where a look costs nothing
     """
@@ -99,12 +117,14 @@ class Branches:
         sampling: RowSampling | None,
         texts: Drafted | None,
         vocab_size: int,
+        part: Callable[[Any], Any],
         reader: HostReader | None = None,
         looks: bool = False,
     ):
         self.shape, self.sampling, self.texts, self.vocab_size = shape, sampling, texts, vocab_size
-        self.reader, self.looks = reader, looks
+        self.part, self.reader, self.looks = part, reader, looks
         self.sampled = sampling is not None and sampling.sampled
+        self.q: Tensor | None = None  # [B, N, V]
 
     def grow(self, rows: TreeRows, logits: Tensor, levels: Tensor, passes: LevelPasses) -> BranchedTrees:
         """Grow trees.
@@ -112,110 +132,124 @@ class Branches:
         logits [B, V_draft]: after the newest token
         levels [B]: most levels of each row's tree, 0 = none
         """
-        batch, size, device = len(logits), self.shape.nodes, logits.device
-        # One place more than there are nodes, for children that are not wanted.
-        self.tokens = torch.full((batch, size + 1), MISSING, dtype=torch.int64, device=device)
-        self.parents = torch.full_like(self.tokens, -1)
-        self.q = logits.new_zeros((batch, size + 1, self.vocab_size), dtype=torch.float32) if self.sampled else None
-        self.total, self.paths, reached = torch.zeros_like(levels), torch.ones_like(levels), torch.zeros_like(levels)
-        newest = self.parents[:, :1]
-        frontier = Frontier(newest, (levels <= 0)[:, None], (newest[..., None] >= 0).expand(-1, -1, size))
+        shape, size = self.shape, self.shape.nodes
+        grown = Growing.start(levels, size)
+        if self.sampled:
+            self.q = logits.new_zeros((len(logits), size, self.vocab_size), dtype=torch.float32)
+        greedy = self.sampling is None or self.sampling.sampling.greedy
         logits = logits[:, None]
-        for level in range(self.shape.depth):
-            wide = passes.over_target(logits, self.vocab_size)
-            scores = self._scores(wide, frontier)
-            q = proposal_distribution(scores) if self.sampled else None
-            wanted = self._wanted(wide, scores if q is None else q, level)
-            counts = self._allowed(torch.where(frontier.missing | (levels <= level)[:, None], 0, wanted))
-            reached = reached + (counts.sum(dim=1) > 0)
-            origin, frontier = self._add(rows, scores, q, level, counts, frontier)
-            ends = (levels <= level + 1) | (self.total >= size)
-            frontier = Frontier(frontier.nodes, frontier.missing | ends[:, None], frontier.on_path)
-            if level + 1 == self.shape.depth or (self.looks and bool(frontier.missing.all())):
+        for level in range(shape.depth):
+            wide, left = passes.over_target(logits, self.vocab_size), levels - level
+            if greedy and self.texts is None:
+                grown, fed, origin = self.part(add_best)(shape, grown, wide, left)
+            else:
+                grown, fed, origin = self._add(rows, grown, wide, left, level)
+            if level + 1 == shape.depth or (self.looks and bool(grown.missing.all())):
                 break
-            fed = self.tokens.gather(1, frontier.nodes.clamp(max=size))
-            logits = passes.feed(level + 1, fed.clamp(min=0), origin)
-        short = torch.zeros_like(reached, dtype=torch.bool) if self.sampled else reached < self.shape.n_min
-        tokens = torch.where(short[:, None], MISSING, self.tokens)[:, :size]
-        counts = torch.where(short, 0, self.total)
-        return BranchedTrees(tokens, self.parents[:, :size], counts, None if self.q is None else self.q[:, :size])
-
-    def _scores(self, wide: Tensor, frontier: Frontier) -> Tensor:
-        """Compute processed scores [B, F, V]; processors see each node's own path."""
-        if self.sampling is None:
-            return wide.float()
-        return self.sampling.sampling.scores(wide, self._read(frontier))
-
-    def _read(self, frontier: Frontier) -> Texts | None:
-        if self.texts is None:
-            return None
-        nodes, paths = self.tokens[:, :-1], dict[int, Sequence[Sequence[int]]]()
-        if self.texts.texts.on_host:
-            assert self.reader is not None
-            parents, wanted, missing = self.reader.read(self.parents, frontier.nodes, frontier.missing.long())
-            for b, row in enumerate(wanted):
-                paths[b] = [path_to(parents[b], n) for n, gone in zip(row, missing[b], strict=True) if not gone]
-        return self.texts.read_tree(nodes, paths, frontier.nodes.shape[1], frontier.on_path)
-
-    # -- how many children -------------------------------------------------------------------------------------------
-
-    def _wanted(self, wide: Tensor, proposal: Tensor, level: int) -> Tensor:
-        """Count the children that the probabilities ask for, [B, F].
-
-        proposal [B, F, V]: q, or the scores whose best tokens are proposed
-        """
-        shape, wide = self.shape, wide.float()
-        best = wide.topk(min(max(shape.branches, shape.top_n or 1), wide.shape[-1])).values
-        whole = wide if shape.top_n is None else best[..., : shape.top_n]
-        likely = (best - torch.logsumexp(whole, dim=-1, keepdim=True)).exp()
-        more = (likely[..., 1 : shape.branches] > shape.p_split).sum(dim=-1)
-        least = LEAST if self.sampled else torch.finfo(proposal.dtype).min
-        possible = (proposal >= least).sum(dim=-1).clamp(min=1)
-        found = torch.minimum(1 + more, possible)
-        if self.sampled and level < shape.n_min:
-            return found
-        return torch.where(likely[..., 0] < shape.p_min, 0, found)
-
-    def _allowed(self, wanted: Tensor) -> Tensor:
-        """Cut the counts [B, F] where all paths have begun, or the tree is full, node after node."""
-        begun = (self.paths[:, None] + (wanted - 1).clamp(min=0).cumsum(1)).clamp(max=self.shape.branches)
-        before = torch.cat([self.paths[:, None], begun[:, :-1]], dim=1)
-        self.paths = begun[:, -1]
-        counts = torch.where(wanted > 0, 1 + begun - before, 0)
-        filled = torch.minimum(counts.cumsum(1), (self.shape.nodes - self.total)[:, None])
-        return filled.diff(dim=1, prepend=torch.zeros_like(filled[:, :1]))
-
-    # -- which children ----------------------------------------------------------------------------------------------
+            logits = passes.feed(level + 1, fed, origin)
+        short = torch.zeros_like(levels, dtype=torch.bool) if self.sampled else grown.reached < shape.n_min
+        tokens = torch.where(short[:, None], MISSING, grown.tokens)
+        return BranchedTrees(tokens, grown.parents, torch.where(short, 0, grown.total), self.q)
 
     def _add(
-        self, rows: TreeRows, scores: Tensor, q: Tensor | None, level: int, counts: Tensor, frontier: Frontier
-    ) -> tuple[Tensor, Frontier]:
-        """Add children to the frontier's nodes; returns the next frontier, and where its parents are in this one."""
-        most, size, batch = self.shape.branches, self.shape.nodes, len(scores)
-        found_q = None
-        if q is None:
-            tokens = best_children(scores, most, frontier.missing)  # [B, F, C]
-        else:
-            assert self.sampling is not None
-            stream = node_streams(rows.keys, rows.positions + level, self.sampling.purpose, frontier.nodes)
-            tokens, found_q = sampled_children(q, stream, most, frontier.missing, self.sampling.independent)
-        child = torch.arange(most, device=tokens.device)
-        number = (self.total[:, None] + counts.cumsum(1) - counts)[..., None] + child
-        place = torch.where(child < counts[..., None], number, size).flatten(1)  # [B, F * C]
-        parents = frontier.nodes[..., None].expand(-1, -1, most).flatten(1)
-        self.tokens = self.tokens.scatter(1, place, tokens.flatten(1))
-        self.parents = self.parents.scatter(1, place, parents)
-        self.tokens[:, size], self.parents[:, size] = MISSING, -1
-        if self.q is not None and found_q is not None:
-            wide = place[..., None].expand(-1, -1, self.vocab_size)
-            self.q = self.q.scatter(1, wide, found_q.flatten(1, 2))
-        nodes = self.total[:, None] + torch.arange(most, device=place.device)
-        self.total = self.total + counts.sum(dim=1)
-        missing = nodes >= self.total[:, None]
-        nodes = torch.where(missing, size, nodes)
-        # The frontier's nodes are numbered in a row, so a parent's place is how far its number is from the first.
-        above = self.parents.gather(1, nodes) - frontier.nodes[:, :1]
-        origin = torch.where(missing, 0, above).clamp(0, frontier.nodes.shape[1] - 1)
-        seen = frontier.on_path.gather(1, origin[..., None].expand(batch, most, size))
-        own = F.one_hot(nodes, size + 1)[..., :size].bool()
-        return origin, Frontier(nodes, missing, seen | own)
+        self, rows: TreeRows, grown: Growing, wide: Tensor, left: Tensor, level: int
+    ) -> tuple[Growing, Tensor, Tensor]:
+        """Add a level of children that processors have a say in, or that are sampled, as `add_best` does."""
+        shape, sampling = self.shape, self.sampling
+        scores = wide.float() if sampling is None else sampling.sampling.scores(wide, self._read(grown))
+        best = largest(wide.float(), max(shape.branches, shape.top_n or 1))[0]
+        if not self.sampled or sampling is None:
+            possible = (scores > float("-inf")).sum(dim=-1)
+            tokens = best_children(*best_siblings(scores, shape.branches), grown.missing)  # [B, F, C]
+            return add(shape, grown, tokens, _wanted(shape, wide, best, possible), left)[:3]
+        q = proposal_distribution(scores)
+        stream = node_streams(rows.keys, rows.positions + level, sampling.purpose, grown.nodes)
+        tokens, found = sampled_children(q, stream, shape.branches, grown.missing, sampling.independent)
+        wanted = _wanted(shape, wide, best, (q >= LEAST).sum(dim=-1), may_end=level >= shape.n_min)
+        grown, fed, origin, place = add(shape, grown, tokens, wanted, left)
+        assert self.q is not None
+        index = place[..., None].expand(-1, -1, self.vocab_size)
+        self.q = F.pad(self.q, (0, 0, 0, 1)).scatter(1, index, found.flatten(1, 2))[:, :-1]
+        return grown, fed, origin
+
+    def _read(self, grown: Growing) -> Texts | None:
+        """Return what processors read: each node's own path."""
+        if self.texts is None:
+            return None
+        paths = dict[int, Sequence[Sequence[int]]]()
+        if self.texts.texts.on_host:
+            assert self.reader is not None
+            parents, wanted, missing = self.reader.read(grown.parents, grown.nodes, grown.missing.long())
+            for b, row in enumerate(wanted):
+                paths[b] = [path_to(parents[b], n) for n, gone in zip(row, missing[b], strict=True) if not gone]
+        return self.texts.read_tree(grown.tokens, paths, grown.nodes.shape[1], grown.on_path)
+
+
+def add_best(shape: Branching, grown: Growing, wide: Tensor, left: Tensor) -> tuple[Growing, Tensor, Tensor]:
+    """Add a level of best tokens; returns the trees, and tokens and places of parents [B, C] of the level to feed.
+
+    wide [B, F, V]: logits after the newest level, over the target's ids
+    left [B]: levels that each row's tree may still get
+    """
+    wide = wide.float()
+    tokens, best = best_siblings(wide, max(shape.branches, shape.top_n or 1))
+    children = best_children(tokens[..., : shape.branches], best[..., : shape.branches], grown.missing)
+    return add(shape, grown, children, _wanted(shape, wide, best), left)[:3]
+
+
+def _wanted(
+    shape: Branching, wide: Tensor, best: Tensor, possible: Tensor | None = None, may_end: bool = True
+) -> Tensor:
+    """Count the children that the probabilities ask for, [B, F].
+
+    wide [B, F, V]: logits
+    best [B, F, n]: the largest of them
+    possible [B, F]: tokens that can be proposed; None: all that are likely
+    may_end: p_min ends paths
+    """
+    whole = wide.float() if shape.top_n is None else best[..., : shape.top_n]
+    likely = (best - torch.logsumexp(whole, dim=-1, keepdim=True)).exp()
+    more = (likely[..., 1 : shape.branches] > shape.p_split).sum(dim=-1)
+    found = 1 + more if possible is None else torch.minimum(1 + more, possible.clamp(min=1))
+    return torch.where(likely[..., 0] < shape.p_min, 0, found) if may_end else found
+
+
+def _allowed(shape: Branching, grown: Growing, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """Cut the counts [B, F] where all paths have begun, or the tree is full, node after node; returns them and the
+    paths that have begun then [B]."""
+    begun = (grown.paths[:, None] + (wanted - 1).clamp(min=0).cumsum(1)).clamp(max=shape.branches)
+    before = torch.cat([grown.paths[:, None], begun[:, :-1]], dim=1)
+    counts = torch.where(wanted > 0, 1 + begun - before, 0)
+    filled = torch.minimum(counts.cumsum(1), (shape.nodes - grown.total)[:, None])
+    return filled.diff(dim=1, prepend=torch.zeros_like(filled[:, :1])), begun[:, -1]
+
+
+def add(
+    shape: Branching, grown: Growing, tokens: Tensor, wanted: Tensor, left: Tensor
+) -> tuple[Growing, Tensor, Tensor, Tensor]:
+    """Add the first `wanted` [B, F] of tokens [B, F, C] as children; also returns each token's number, [B, F * C].
+
+    Numbers of children that are not wanted are the trees' size.
+    """
+    most, size = shape.branches, shape.nodes
+    counts, paths = _allowed(shape, grown, torch.where(grown.missing | (left <= 0)[:, None], 0, wanted))
+    child = torch.arange(most, device=tokens.device)
+    number = (grown.total[:, None] + counts.cumsum(1) - counts)[..., None] + child
+    place = torch.where(child < counts[..., None], number, size).flatten(1)  # [B, F * C]
+    above = grown.nodes[..., None].expand(-1, -1, most).flatten(1)
+    # One place more than there are nodes, for children that are not wanted.
+    found, parents = (F.pad(t, (0, 1)) for t in (grown.tokens, grown.parents))
+    found, parents = found.scatter(1, place, tokens.flatten(1)), parents.scatter(1, place, above)
+    nodes, total = grown.total[:, None] + child, grown.total + counts.sum(dim=1)
+    missing = nodes >= total[:, None]
+    nodes = torch.where(missing, size, nodes)
+    # The level's nodes are numbered in a row, so a parent's place is how far its number is from the first.
+    origin = parents.gather(1, nodes) - grown.nodes[:, :1]
+    origin = torch.where(missing, 0, origin).clamp(0, grown.nodes.shape[1] - 1)
+    seen = grown.on_path.gather(1, origin[..., None].expand(-1, -1, size))
+    own = nodes[..., None] == torch.arange(size, device=nodes.device)
+    reached, ends = grown.reached + (counts.sum(dim=1) > 0), (left <= 1) | (total >= size)
+    fed = torch.where(missing, 0, found.gather(1, nodes).clamp(min=0))
+    missing = missing | ends[:, None]
+    following = Growing(found[:, :size], parents[:, :size], total, paths, reached, nodes, missing, seen | own)
+    return following, fed, origin, place

@@ -24,7 +24,7 @@ from torch import Tensor
 from specdec.device.buffers import Buffers
 from specdec.device.transfer import array_on, to_device
 from specdec.drafters.base import RowSampling, proposal_distribution
-from specdec.drafters.siblings import best_children, node_streams, sampled_children
+from specdec.drafters.siblings import best_children, best_siblings, node_streams, sampled_children
 from specdec.drafters.tree_plan import plan_levels
 from specdec.models.trees import MISSING, Parents, path_to
 from specdec.sampling.processors import Texts
@@ -176,7 +176,7 @@ class Planned:
             scores = wide.float() if self.sampling is None else self.sampling.sampling.scores(wide, read)
             most = self.shape.levels[level][-1]
             if self.key.proposal is None:
-                tokens.append(best_children(scores, most, missing).flatten(1)[:, picks])
+                tokens.append(best_children(*best_siblings(scores, most), missing).flatten(1)[:, picks])
                 continue
             assert self.sampling is not None
             positions = given.rows.positions + level

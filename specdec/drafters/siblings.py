@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specdec.models.trees import MISSING
-from specdec.sampling.sampling import Purpose, exponential, fold, race, sibling_stream, streams
+from specdec.sampling.sampling import Purpose, exponential, fold, largest, race, sibling_stream, streams
 
 LEAST = 1e-36  # less likely tokens are not proposed: the times of their race would overflow
 
@@ -53,17 +53,18 @@ def sample_siblings(q: Tensor, stream: Tensor, count: int, independent: bool = F
 
 
 def best_siblings(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the `count` best tokens of scores [..., V], best first, and True where one is possible, both [..., C]."""
-    values, tokens = scores.topk(min(count, scores.shape[-1]))
-    lacking = count - tokens.shape[-1]
-    return F.pad(tokens, (0, lacking)), F.pad(values > float("-inf"), (0, lacking))
+    """Return the `count` best tokens of scores [..., V], best first, and their scores, -inf where there is none, both
+    [..., C]."""
+    values, tokens = largest(scores, count)
+    if (lacking := count - tokens.shape[-1]) > 0:
+        values, tokens = F.pad(values, (0, lacking), value=float("-inf")), F.pad(tokens, (0, lacking))
+    return tokens, values
 
 
-def best_children(scores: Tensor, count: int, missing: Tensor) -> Tensor:
-    """Propose the best tokens [B, F, C] of scores [B, F, V]; `MISSING` where there is none, or no node [B, F]."""
-    tokens, exist = best_siblings(scores, count)
-    exist[..., 0] = True  # also for a broken draft: it will be rejected
-    return tokens.masked_fill(~exist | missing[..., None], MISSING)
+def best_children(tokens: Tensor, values: Tensor, missing: Tensor) -> Tensor:
+    """Propose `best_siblings` [B, F, C]; `MISSING` where there is none, or no node [B, F]."""
+    later = torch.arange(tokens.shape[-1], device=tokens.device) > 0  # a broken draft's first token will be rejected
+    return tokens.masked_fill(((values == float("-inf")) & later) | missing[..., None], MISSING)
 
 
 def sampled_children(

@@ -338,8 +338,9 @@ class Runner:
 
     def compute(self, cache: RaggedCache, key: PassKey, inputs: PassInputs) -> PassResult:
         """Compute the pass from tensors alone: no value of `inputs` is known here."""
-        forward = None if key.is_prefill else self.compiled  # compiling takes longer than one prompt's chunks save
-        prepare = self.prepare if forward is None or inputs.tree is not None else self.part(self.prepare)
+        # Compiling takes longer than one prompt's chunks save.
+        forward = None if key.is_prefill or key.rare else self.compiled
+        prepare = self.prepare if forward is None else self.part(self.prepare)
         tokens, positions, slots, masks = prepare(inputs, key.width, key.kv_len, cache.capacity)
         rows = slice(key.first_row, key.first_row + key.batch)
         cache.aim(slots, rows, key.kv_len)

@@ -138,6 +138,21 @@ def best(logits: Tensor) -> tuple[Tensor, Tensor]:
     return token, values.amax(dim=-1).isfinite()
 
 
+def largest(scores: Tensor, count: int, blocks: bool | None = None) -> tuple[Tensor, Tensor]:
+    """Return the `count` largest scores [..., V], largest first, and their ids, both [..., C] with C <= V.
+
+    blocks: take the largest of each block first; None: on a GPU, where one row would keep few processors busy
+    """
+    count, width = min(count, scores.shape[-1]), scores.shape[-1]
+    if not (scores.is_cuda if blocks is None else blocks) or count > BLOCK or width <= 4 * BLOCK:
+        return scores.topk(count)  # type: ignore[return-value]
+    padded = F.pad(scores, (0, -width % BLOCK), value=float("-inf"))
+    found, places = padded.unflatten(-1, (-1, BLOCK)).topk(count)  # [..., blocks, C]
+    values, chosen = found.flatten(-2).topk(count)
+    ids = places + torch.arange(places.shape[-2], device=scores.device)[:, None] * BLOCK
+    return values, ids.flatten(-2).gather(-1, chosen).clamp(max=width - 1)
+
+
 @dataclass(frozen=True)
 class Sampling:
     """One call's pipeline from logits to scores, whose softmax is the distribution that is sampled.

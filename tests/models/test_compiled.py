@@ -24,8 +24,9 @@ from specdec.models.compile_layers import (
 )
 from specdec.models.passes import ALL_LAYERS
 from specdec.models.runner import Runner, Shapes
+from specdec.models.self_test import self_test
 from specdec.models.small_matmul_pass import LARGEST, ROWS, RowSums
-from specdec.sampling.sampling import best
+from specdec.sampling.sampling import best, largest
 from tests.helpers.recording import Rerun
 from tests.helpers.tiny import tiny_model
 
@@ -280,6 +281,20 @@ def test_the_best_token_is_the_same_in_blocks(width: int) -> None:
     expected = logits.float()
     assert token.tolist() == expected.argmax(dim=-1).tolist() == best(logits)[0].tolist()
     assert sound.tolist() == expected.amax(dim=-1).isfinite().tolist() == best(logits)[1].tolist()
+
+
+@pytest.mark.parametrize("width", [5000, 49152, 128256])
+def test_the_largest_are_the_same_in_blocks(width: int) -> None:
+    torch.manual_seed(0)
+    scores = torch.randn(2, 7, width)
+    scores[0, 1, : width - 2] = float("-inf")  # fewer than are asked for, at the end
+    scores[0, 2], scores[0, 3, 5] = float("-inf"), float("nan")
+    scores[1, 4, [7, width - 1]] = float("inf")
+    values, ids = largest(scores, 4, blocks=True)
+    assert ids.max() < width
+    torch.testing.assert_close(values, scores.topk(4).values, rtol=0, atol=0, equal_nan=True)
+    exist = values > float("-inf")
+    torch.testing.assert_close(scores.gather(-1, ids)[exist], values[exist], rtol=0, atol=0)
 
 
 def test_compiled_code_is_kept_for_later_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -65,14 +65,16 @@ class DraftPasses:
 
         A row's last level is not fed: its draft's context may end there.
         """
-        where, alive, count = self.levels.feed(origin), self.depths > level, tokens.shape[1]
+        where, alive, count = self.levels.feed(origin, self.core.runner.part), self.depths > level, tokens.shape[1]
         width = self.core.shapes.width(count)
         more = width - count
-        where = replace(where, offsets=F.pad(where.offsets, (0, more)), sees=F.pad(where.sees, (0, 0, 0, more)))
+        if more:
+            where = replace(where, offsets=F.pad(where.offsets, (0, more)), sees=F.pad(where.sees, (0, 0, 0, more)))
+            tokens = F.pad(tokens, (0, more))
         layout = torch.stack([torch.where(alive, self.last, 0), torch.where(alive, count, 0)])
         key = self.key._replace(width=width, region=where.region)
         self.count += 1
-        return self.core.forward(key, PassInputs(F.pad(tokens, (0, more)), layout, where))[:, :count]
+        return self.core.forward(key, PassInputs(tokens, layout, where))[:, :count]
 
 
 class TreeGrowth:
@@ -129,7 +131,9 @@ class TreeGrowth:
         if isinstance(shape, PlanShape):
             return Planned(shape, fixed, sampling, texts).grow(given, passes.first, passes)
         looks = not self.recorded and passes.first.device.type == "cpu"
-        branches = Branches(shape, sampling, texts, self.vocab, self.model._context.reader, looks)
+        branches = Branches(
+            shape, sampling, texts, self.vocab, self.core.runner.part, self.model._context.reader, looks
+        )
         return branches.grow(given.rows, passes.first, passes.depths, passes)
 
     def _evaluate(self, passes: DraftPasses) -> Any:
