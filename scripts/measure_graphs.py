@@ -241,11 +241,17 @@ def start_up(args: argparse.Namespace) -> dict[str, Any]:
         )
         made = {"seconds": time.perf_counter() - begun, "compiled": compilations() - before, "tokens": length}
         if i < 2:
-            found[name] = {**made, "compile": out.provenance["compile"]}
+            found[name] = {**made, "compile": out.provenance["compile"], "phases": phases()}
         elif made["compiled"]:
             later.append({"call": i - 1, "kind": name, **made})
     compiled = sum(entry["compiled"] for entry in later)
     return {**found, "later_calls": len(lengths), "compiled_later": compiled, "which_compiled": later}
+
+
+def phases() -> dict[str, float]:
+    """Seconds of the compiler's phases so far, from a tenth on; phases contain one another."""
+    spent = {name: sum(times) for name, times in torch._dynamo.utils.compilation_time_metrics.items()}
+    return {name: round(seconds, 2) for name, seconds in spent.items() if seconds >= 0.1}
 
 
 def compilations() -> int:

@@ -26,6 +26,7 @@ class PassKey(NamedTuple):
     skip: layers that are left out
     adapter: identity of the runner's adapter; 0 = none
     chosen: adapters of PEFT; None: as the model is set
+    rare: a pass of this shape comes too seldom to be compiled
     """
 
     batch: int
@@ -38,6 +39,7 @@ class PassKey(NamedTuple):
     skip: tuple[int, ...] = ()
     adapter: int = 0
     chosen: tuple[str, ...] | None = None
+    rare: bool = False
 
     @property
     def is_prefill(self) -> bool:

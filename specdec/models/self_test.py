@@ -187,8 +187,7 @@ class _SelfTest:
             tree.depths[1] += far
             where = TreePass.of(tree, to_device(list(starts), runner.device), to_device(counts, runner.device))
         # As prefill, which is not compiled: these passes never come again.
-        keep = width if max(counts) > 1 else 0
-        return runner.step(cache, shapes, tokens, starts, counts, keep=keep, tree=where).logits
+        return runner.step(cache, shapes, tokens, starts, counts, keep=width, tree=where).logits
 
     def _shapes(self, capacity: int) -> Shapes:
         return Shapes.choose(self.runner.device, False, capacity)

@@ -240,14 +240,20 @@ def test_compiled_decoding_writes_the_same_text() -> None:
         out = dec.generate([[1, 2, 3], [4, 5]], 12, strategies=strategies)
         assert out.token_ids == expected
     assert {f.__name__ for f in dec.draft.parts} == {"prepare", "best", "next_inputs", "_caught_up"}
-    assert {f.__name__ for f in dec.target.parts} == {"prepare", "_fed", "_decide"}
+    assert {f.__name__ for f in dec.target.parts} == {"prepare", "_decide"}
     assert all(part.compiler.whole for runner in (dec.target, dec.draft) for part in runner.parts.values())
     assert out.stats.accepted_tokens > 0
 
 
+def test_the_self_test_compiles_nothing() -> None:
+    counter = CompileCounterWithBackend("eager")
+    self_test(compiled(tiny_model("llama"), counter), "target")
+    assert counter.frame_count == 0
+
+
 @pytest.mark.full
 def test_drafts_of_all_lengths_share_their_compilations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the shapes of a GPU: six for the target in exact mode, eleven for drafts, and then none for other calls."""
+    """With the shapes of a GPU: five for the target in exact mode, eleven for drafts, and then none for other calls."""
     choose = Shapes.choose
     on_gpu = staticmethod(lambda device, *shape, **more: choose(torch.device("cuda"), *shape, **more))
     monkeypatch.setattr(Shapes, "choose", on_gpu)
@@ -257,12 +263,15 @@ def test_drafts_of_all_lengths_share_their_compilations(monkeypatch: pytest.Monk
     dec.target, dec.draft = (compiled(m, counter, recorder=Rerun()) for m in (model, dec.draft.model))
     dec.target.pool.coarse = dec.draft.pool.coarse = True
     flat = specdec.CostTable((((1.0, 1.02),),), (((0.05, 0.06),),), widths=(1, 17))
-    calls = [([], 6), (["draft-model:n_max=5"], 17), (["draft-model:n_max=3"], 17), (["draft-model"], 17)]
+    calls = [([], 5), (["draft-model:n_max=5"], 16), (["draft-model:n_max=3"], 16), (["draft-model"], 16)]
     for strategies, count in calls:
         dec.generate([[1 + i % 100 for i in range(60)]], 24, strategies=strategies, ignore_eos=True, costs=flat)
         assert counter.frame_count == count, strategies
-    dec.generate([[1, 2, 3] * 90], 40, strategies=["draft-model"], ignore_eos=True, costs=flat, temperature=0.8)
-    assert counter.frame_count == 17  # another length of text within the same slots
+    processed: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1}
+    for i in range(40):  # other lengths of text within the same slots
+        options = processed if i % 2 else {}
+        dec.generate([[1 + i] * (8 + 7919 * i % 440)], 6 + i % 9, strategies=calls[i % 4][0], costs=flat, **options)
+    assert counter.frame_count == 16
 
 
 @pytest.mark.fast(2)

@@ -48,6 +48,7 @@ from specdec.sampling.texts import Drafted
 
 RECORDED_STEPS = (1, 2, 3, 5, 8, 12, 16, 24, 32, 48, 64)
 CATCH_UP = 16  # a longer gap is prefilled; a shorter one is fed by the first draft pass
+OWN = 2  # most tokens that the cache lacks after a draft of its own; more are missing after others' drafts
 
 
 class DraftCore:
@@ -234,6 +235,7 @@ class DraftCore:
     ) -> StepsKey:
         """Make the key of k draft steps after a pass of `width` columns; reach: first slot that no row needs."""
         first = self.runner.key(self.cache, self.shapes, width, min(reach, self.capacity))
+        first = first._replace(rare=width > OWN)
         if sampling is None:
             return StepsKey(first, k, False, Purpose.DRAFT, None, *stops, vocab_size)
         purpose = sampling.purpose if sampling.sampled else Purpose.DRAFT
@@ -316,7 +318,7 @@ class DraftCore:
         # Not this call's own capacity: the recording stays with the cache, for calls that need more of it.
         end = min(self.cache.capacity, self.runner.context)
         fed = self.runner.part(next_inputs)(token, slots, counts, end, self.shapes.width(1))
-        following = key.first._replace(width=fed[0].shape[1])
+        following = key.first._replace(width=fed[0].shape[1], rare=False)
         return self.forward(following, PassInputs(*fed))[:, 0]
 
     def forward(self, key: PassKey, inputs: PassInputs) -> Tensor:
