@@ -2,7 +2,7 @@
 prefill by chunks, and generations eager against graphs, on a GPU.
 
     python scripts/measure_graphs.py --out results/graphs_h100.json        # stops after --seconds
-    python scripts/measure_graphs.py --modes --out FILE                    # inductor against max alone, 2 minutes
+    python scripts/measure_graphs.py --modes --out FILE                    # inductor against max alone, 3 minutes
     python scripts/measure_graphs.py --start-up --out FILE                 # first calls and compilations by size
     python scripts/measure_graphs.py --tiny --out FILE                     # the same steps with toys, also on a CPU
 
@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--seconds", type=float, default=270.0, help="no new part is begun after this time")
     parser.add_argument("--no-compiled", action="store_true")
-    parser.add_argument("--modes", action="store_true", help="nothing but inductor against max, widths 1 and 8")
+    parser.add_argument("--modes", action="store_true", help="nothing but inductor against max, widths 1 to 8")
     parser.add_argument("--start-up", action="store_true", help="nothing but first calls with a cold and a warm cache")
     parser.add_argument("--size", choices=[*SIZES], help="--start-up in this process, of one size")
     parser.add_argument("--calls", type=int, default=200, help="--start-up: calls of varied lengths after the first")
@@ -191,7 +191,7 @@ def compiled(model: Any, wanted: Iterable[tuple[str, int, int, int]], left: Any)
 def modes(model: Any, left: Any) -> dict[str, Any]:
     """Passes of one token and of eight under either mode: milliseconds, and max over inductor."""
     table: dict[str, Any] = {}
-    for width in (1, 8):
+    for width in (1, 2, 4, 8):
         found = compiled(model, [(mode, width, 512, 1) for mode in MODES], left)
         table |= found
         if "cut" not in found:

@@ -1,7 +1,7 @@
-"""A compiler pass that turns matrix products of one or two rows into sums.
+"""A compiler pass that turns matrix products of a few rows into sums.
 
 A matrix product of a row is a kernel that is mostly idle; sums of products become reductions that are fused with what
-surrounds them. Two rows are two sums over the same weights, which the compiler reads once for both.
+surrounds them. Several rows are as many sums over the same weights, which the compiler reads once for all.
 
 This pays for small matrices only, whose kernels take as long to start as to run. A large one takes the time of reading
 its weights, and a product reads them faster than a sum. Measured with all products as sums: a pass of one token took
@@ -27,7 +27,7 @@ from torch.fx.node import map_arg
 
 aten = torch.ops.aten
 
-ROWS = 2  # two: what a pipelined draft catches up with
+ROWS = 4  # two: what a pipelined draft catches up with; four: a level of a tree
 LARGEST = 1 << 21  # weights of a matrix whose product is made a sum
 
 
