@@ -186,13 +186,14 @@ class Verifier:
     def _key(self, runner: Runner, plan: PassPlan) -> VerifyKey:
         region = plan.width if plan.has_trees else 0
         given = runner.key(self.cache, self.shapes, plan.width, plan.reach, region)
+        drafted = sum(len(draft) > 0 for draft in plan.drafts.values())
         return VerifyKey(
             given=given._replace(observed=self.observed),
             limit=self.shapes.verify_width,
             vocab_size=self.vocab_size,
             rule=self.rule,
             sampling=self.sampling.signature_with(self.texts),
-            all_have_q=bool(plan.q) and len(plan.q) == sum(len(draft) > 0 for draft in plan.drafts.values()),
+            all_have_q=bool(plan.q) and len(plan.q) == drafted,
             levels=plan.levels,
             siblings=plan.siblings,
             wanted=self.wanted,
