@@ -16,7 +16,7 @@ from specdec.decoding.acceptance import LEVIATHAN, MATCH, Block, judge
 from specdec.decoding.block_verification import BLOCK, block_acceptance, block_residual_token, prefix_weights
 from specdec.sampling.sampling import Purpose, Sampling, fold, streams, uniform
 from tests.decoding.test_acceptance import make_block
-from tests.helpers.laws import cell, fit, samples, small_model, three_token_law
+from tests.helpers.laws import cell, fit, samples, small_model, three_token_law, three_tokens
 from tests.helpers.playing import check_counts, quoting_ids, weaker
 from tests.helpers.tiny import tiny_model
 
@@ -113,12 +113,9 @@ def pair() -> tuple[Any, Any]:
     return small_model(3, V), small_model(1, V)
 
 
-def sampled(rule: Any, n: int, n_max: int = 3, **options: Any) -> Any:
+def sampled(rule: Any, n: int, **options: Any) -> Any:
     decoder = SpeculativeDecoder(*pair(), check=False)
-    return decoder.generate(
-        [PROMPT] * n, 3, strategies=[DraftModel(n_max=n_max)], acceptance=rule, temperature=0.8, seed=1, batch_size=n,
-        **options,
-    )  # fmt: skip
+    return three_tokens(decoder, PROMPT, n, strategies=[DraftModel(n_max=3)], acceptance=rule, seed=1, **options)
 
 
 @pytest.mark.fast(1, again=True)

@@ -23,12 +23,12 @@ from specdec.drafters.base import Draft, DraftRequest
 from specdec.sampling.prefixes import Prefixes
 from tests.helpers.broken import SampledDrafter
 from tests.helpers.dfa import DFA, Table, accepts
-from tests.helpers.laws import Adjust, Fit, cell, fit, samples, small_model, three_token_law
+from tests.helpers.laws import Adjust, Fit, cell, fit, samples, small_model, three_token_law, three_tokens
 
 V = 13
 PROMPT = [5, 7, 5, 7, 5]
 SAMPLES = samples(3_000, 2_000)
-CONTROL_SAMPLES, BATCH, T = 2_500, 1_000, 0.8
+CONTROL_SAMPLES, T = 2_500, 0.8
 MODEL, LOOKUP = (DraftModel(n_max=2),), (PromptLookup(n_max=2),)
 BOTH = (*LOOKUP, *MODEL)
 TABLE: Table = {s: {t: t % 3 for t in range(V) if t % 3 != s} for s in range(3)}
@@ -85,13 +85,8 @@ CASES = {
 
 
 def _sample(strategies: Sequence[Any], n: int, **options: Any) -> Generation:
-    """n samples of three tokens; the prompt is prefilled once and kept."""
     decoder = SpeculativeDecoder(small_model(3, V), small_model(1, V), strategies=[], check=False)
-    options = {"temperature": T, "max_new_tokens": 3, **options}
-    decoder.generate(PROMPT, keep_state=True, **{**options, "max_new_tokens": 1})
-    return decoder.generate(
-        PROMPT, strategies=list(strategies), num_return_sequences=n, batch_size=BATCH, keep_state=True, **options
-    )
+    return three_tokens(decoder, PROMPT, n, strategies=list(strategies), temperature=T, **options)
 
 
 def _fit(case: Case, n: int, strategies: Sequence[Any] | None = None, broken: bool = False) -> Fit:

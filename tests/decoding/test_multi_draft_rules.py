@@ -23,7 +23,7 @@ from specdec.drafters.tree_plan import plan_parents
 from specdec.sampling.sampling import Purpose, Sampling, fold, race, streams, uniform
 from tests.decoding.test_acceptance import make_block
 from tests.helpers.branching import Language, sample
-from tests.helpers.laws import cell, fit, samples, small_model, three_token_law
+from tests.helpers.laws import cell, fit, samples, small_model, three_token_law, three_tokens
 from tests.helpers.playing import check_counts, quoting_ids, weaker
 from tests.helpers.tiny import tiny_model
 
@@ -94,10 +94,8 @@ def test_texts_of_the_engine_follow_the_targets_law(name: str) -> None:
     """Three tokens over as many rounds as they take: coins and races of a position are met again in the next round."""
     vocab, prompt, n = 13, [5, 7, 5, 7, 5], samples(6_000, 1_500)
     decoder = SpeculativeDecoder(small_model(3, vocab), small_model(1, vocab), strategies=[], check=False)
-    options: dict[str, Any] = {"temperature": 0.8, "acceptance": name, "keep_state": True, "top_p": 0.9}
-    decoder.generate(prompt, max_new_tokens=1, **options)
     strategies = [PromptLookup(n_max=2, ngram_min=2), DraftModel(tree="3x2")]
-    out = decoder.generate(prompt, 3, strategies, num_return_sequences=n, batch_size=2_000, **options)
+    out = three_tokens(decoder, prompt, n, strategies=strategies, acceptance=name, top_p=0.9)
     result = fit(cell(out.token_ids, vocab), three_token_law(small_model(3, vocab), prompt, 0.8, top_p=0.9))
     assert result.holds, str(result)
     assert not out.lossy

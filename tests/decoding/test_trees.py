@@ -16,7 +16,7 @@ from specdec.models.runner import Runner, Shapes
 from specdec.models.trees import Paths, Tree, TreePass, depths_of, path_to
 from specdec.research.traces.trace import record
 from specdec.stats import RoundRecord, Tally
-from tests.helpers.laws import cell, fit, samples, small_model, three_token_law
+from tests.helpers.laws import cell, fit, samples, small_model, three_token_law, three_tokens
 from tests.helpers.playing import check_counts, counting_passes, rest_of, weaker
 from tests.helpers.tiny import tiny_model
 from tests.oracle import oracle_greedy, oracle_logits
@@ -223,11 +223,7 @@ def test_texts_drafted_as_trees_follow_the_targets_law(name: str, record_propert
     acceptance, drafter, law = LOSSLESS[name]
     vocab, prompt, n = 13, [5, 7, 5, 7, 5], samples(1_500 if "penalty" in name else 4_000, 1_500)
     decoder = SpeculativeDecoder(small_model(3, vocab), small_model(1, vocab), strategies=[], check=False)
-    options = {"temperature": 0.8, "acceptance": acceptance, "keep_state": True, **law}
-    decoder.generate(prompt, max_new_tokens=1, **options)
-    out = decoder.generate(
-        prompt, max_new_tokens=3, strategies=[drafter], num_return_sequences=n, batch_size=2_000, **options
-    )
+    out = three_tokens(decoder, prompt, n, strategies=[drafter], acceptance=acceptance, **law)
     result = fit(cell(out.token_ids, vocab), three_token_law(small_model(3, vocab), prompt, 0.8, **law))
     record_property("fit", str(result))
     assert result.holds, str(result)

@@ -19,7 +19,7 @@ from specdec.drafters.dflash.files import default_layers, describe, load_block_h
 from specdec.drafters.dflash.head import BlockHead
 from specdec.drafters.dflash.strategy import DFlash
 from specdec.models.runner import Runner
-from tests.helpers.laws import Fit, cell, fit, samples, small_model, three_token_law
+from tests.helpers.laws import Fit, cell, fit, samples, small_model, three_token_law, three_tokens
 from tests.helpers.playing import check_counts, quoting_ids
 from tests.helpers.recording import Rerun
 from tests.helpers.tiny import tiny_model
@@ -156,9 +156,7 @@ def law_of(folder: Path, n: int) -> tuple[Fit, Any]:
     target = small_model(3, V, num_hidden_layers=2)
     head = saved(folder / "head", head_config(target, [0], num_hidden_layers=1, num_attention_heads=2), 5)
     dec = SpeculativeDecoder(target, check=False)
-    sampled: dict[str, Any] = {"temperature": 0.8, "acceptance": "leviathan", "seed": 2, "strategies": [DFlash(head)]}
-    dec.generate(PROMPT, 1, keep_state=True, **sampled)  # the prompt is prefilled once
-    out = dec.generate(PROMPT, 3, num_return_sequences=n, batch_size=1500, keep_state=True, **sampled)
+    out = three_tokens(dec, PROMPT, n, acceptance="leviathan", seed=2, strategies=[DFlash(head)])
     return fit(cell(out.token_ids, V), three_token_law(target, PROMPT, 0.8)), out
 
 

@@ -19,7 +19,7 @@ from specdec.drafters.eagle3 import strategy as strategy_module
 from specdec.models.runner import Runner, Shapes
 from specdec.sampling.sampling import race
 from tests.helpers.eagle3 import from_scratch, random_head
-from tests.helpers.laws import cell, fit, samples, small_model, three_token_law
+from tests.helpers.laws import cell, fit, samples, small_model, three_token_law, three_tokens
 from tests.helpers.recording import Rerun, replayed
 from tests.helpers.tiny import tiny_model
 
@@ -183,20 +183,15 @@ def test_match_and_coupled_give_plain_decodings_text(acceptance: str) -> None:
 
 
 def sampled(n: int, drafts: Any = None, acceptance: str = "leviathan", **cuts: Any) -> tuple[Generation, Any]:
-    """n samples of three tokens, and the target. The prompt is computed once and kept. Three draft ids fewer than
+    """n samples of three tokens, and the target. Three draft ids fewer than
     tokens: those have q = 0, and must come from the residual."""
     target = small_model(3, V)
     head = head_for(target, seed=4, layer_ids=(0,), observed=1, draft_vocab_size=10)
     assert head.lm_head is not None
     head.lm_head.weight.mul_(0.3)
     decoder = SpeculativeDecoder(target, check=False)
-    options: dict[str, Any] = {
-        "strategies": [Eagle3(head, **(drafts or {"n_max": 2}))], "temperature": 0.8, "acceptance": acceptance,
-        "keep_state": True,
-    }  # fmt: skip
-    decoder.generate(PROMPT, max_new_tokens=1, **options, **cuts)
-    out = decoder.generate(PROMPT, max_new_tokens=3, num_return_sequences=n, batch_size=250, **options, **cuts)
-    return out, target
+    strategies = [Eagle3(head, **(drafts or {"n_max": 2}))]
+    return three_tokens(decoder, PROMPT, n, strategies=strategies, acceptance=acceptance, **cuts), target
 
 
 @pytest.mark.fast(2, again=True)

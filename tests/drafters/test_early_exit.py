@@ -12,7 +12,7 @@ from specdec import DraftModel, EarlyExit, PromptLookup, SpecdecError, Speculati
 from specdec.drafters.self_speculation import strategy
 from specdec.models.layer_subset import PassThrough
 from specdec.models.runner import Runner
-from tests.helpers.laws import cell, fit, samples, small_model, three_token_law
+from tests.helpers.laws import cell, fit, samples, small_model, three_token_law, three_tokens
 from tests.helpers.recording import Rerun
 from tests.helpers.tiny import tiny_model
 from tests.oracle import oracle_greedy
@@ -45,9 +45,8 @@ def test_sampled_text_is_plain_decodings(rule: str) -> None:
 def test_samples_follow_the_targets_distribution() -> None:
     target, prompt = small_model(3, 13, num_hidden_layers=2), [5, 7, 5, 7, 5]
     n = samples(20_000, 1_500)
-    out = SpeculativeDecoder(target, check=False).generate(
-        [prompt] * n, 3, strategies=[EarlyExit(layers=1, n_max=2)], temperature=0.8, seed=1, batch_size=n
-    )
+    decoder = SpeculativeDecoder(target, check=False)
+    out = three_tokens(decoder, prompt, n, strategies=[EarlyExit(layers=1, n_max=2)], seed=1)
     assert fit(cell(out.token_ids, 13), three_token_law(target, prompt, 0.8)).holds
     assert 0.05 < out.stats.draft_acceptance_rate < 0.98
 

@@ -12,7 +12,7 @@ import specdec
 from specdec import DraftModel, SpecdecError, SpeculativeDecoder
 from specdec.drafters.draft_model.core import DraftCore
 from specdec.drafters.draft_model.intersection import counterparts
-from tests.helpers.laws import Fit, cell, fit, samples, small_model, three_token_law
+from tests.helpers.laws import Fit, cell, fit, samples, small_model, three_token_law, three_tokens
 from tests.helpers.playing import check_counts
 from tests.helpers.tiny import tiny_model
 from tests.helpers.tokens import byte_level, word_level
@@ -67,10 +67,8 @@ def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
 
 
 def law_of(n: int, acceptance: str = "leviathan", penalty: float = 1.0, **options: Any) -> tuple[Fit, Any]:
-    dec = pair(**options)
-    sampled: dict[str, Any] = {"temperature": 0.8, "acceptance": acceptance, "repetition_penalty": penalty, "seed": 2}
-    dec.generate(PROMPT, 1, keep_state=True, **sampled)  # the prompt is prefilled once
-    out = dec.generate(PROMPT, 3, num_return_sequences=n, batch_size=1500, keep_state=True, **sampled)
+    sampled: dict[str, Any] = {"acceptance": acceptance, "repetition_penalty": penalty, "seed": 2}
+    out = three_tokens(pair(**options), PROMPT, n, **sampled)
     law = three_token_law(small_model(3, TARGET), PROMPT, 0.8, penalty)
     return fit(cell(out.token_ids, TARGET), law), out
 

@@ -21,11 +21,11 @@ from specdec.decoding.result import Generation
 from specdec.drafters import length
 from specdec.drafters.length import LengthController
 from specdec.sampling.sampling import Purpose, uniform
-from tests.helpers.laws import Fit, cell, fit, samples, small_model, three_token_law
+from tests.helpers.laws import Fit, cell, fit, samples, small_model, three_token_law, three_tokens
 
 V = 13
 PROMPT = [5, 7, 5, 7, 5]
-SAMPLES, CONTROL_SAMPLES, BATCH = samples(6_000, 2_000), 3_000, 1_000
+SAMPLES, CONTROL_SAMPLES = samples(6_000, 2_000), 3_000
 # Two tokens look best at first, and one no longer worth it after a rejection; so lengths change within three tokens.
 COSTS = CostTable((((1.0, 1.5, 1.7),),), (((0.05, 0.1, 0.15),),), widths=(1, 2, 3))
 
@@ -50,17 +50,13 @@ class Ahead(DraftModel):
 
 
 def sample(strategies: Any, n: int, rule: AcceptanceRule | str = "leviathan", flat: bool = False) -> Generation:
-    """n samples of three tokens; the prompt is prefilled once. flat: a draft that thinks all tokens equally likely."""
+    """n samples of three tokens. flat: a draft that thinks all tokens equally likely."""
     draft = small_model(1, V)
     if flat:
         with torch.no_grad():
             draft.lm_head.weight.zero_()
-    options: dict[str, Any] = {"temperature": 0.8, "keep_state": True, "acceptance": rule}
     decoder = SpeculativeDecoder(small_model(3, V), draft, strategies=[], check=False, costs=COSTS)
-    decoder.generate(PROMPT, 1, **options)
-    return decoder.generate(
-        PROMPT, 3, strategies=strategies, num_return_sequences=n, batch_size=BATCH, draft_length="auto", **options
-    )
+    return three_tokens(decoder, PROMPT, n, strategies=strategies, acceptance=rule, draft_length="auto")
 
 
 def fitted(out: Generation) -> Fit:

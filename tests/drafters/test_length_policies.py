@@ -19,7 +19,7 @@ from specdec.drafters.policies import AdaEDL, Classifier, Confidence, Goodput, H
 from specdec.research.ablation import AblationConfig
 from specdec.research.offline.fit_stop import fit_stop
 from specdec.research.traces.trace import record
-from tests.helpers.laws import cell, fit, samples, small_model, three_token_law
+from tests.helpers.laws import cell, fit, samples, small_model, three_token_law, three_tokens
 from tests.helpers.playing import weaker
 from tests.helpers.scripted import SHAPES, ScriptedModel
 from tests.helpers.tiny import tiny_model
@@ -65,11 +65,7 @@ def sample(policy: Any, n: int) -> Generation:
     with torch.no_grad():
         draft.lm_head.weight.mul_(3.0)
     pair = SpeculativeDecoder(small_model(3, V), draft, check=False)
-    options: dict[str, Any] = {"temperature": 0.8, "acceptance": "leviathan", "keep_state": True}
-    pair.generate(PROMPT, 1, strategies=[], **options)
-    return pair.generate(
-        PROMPT, 3, strategies=[DraftModel()], num_return_sequences=n, batch_size=1000, length_policy=policy, **options
-    )
+    return three_tokens(pair, PROMPT, n, strategies=[DraftModel()], acceptance="leviathan", length_policy=policy)
 
 
 def law(out: Generation) -> Any:

@@ -14,7 +14,7 @@ from specdec import SpecdecError, SpeculativeDecoder
 from specdec.drafters.mtp import Mtp, MtpHead
 from specdec.models.runner import Runner
 from specdec.stats import DraftWarning
-from tests.helpers.laws import cell, fit, samples, three_token_law
+from tests.helpers.laws import cell, fit, samples, three_token_law, three_tokens
 from tests.helpers.playing import check_counts
 from tests.helpers.recording import Rerun
 from tests.helpers.tiny import tiny_model
@@ -106,14 +106,7 @@ def test_text_is_plain_decodings() -> None:
 def law_holds(n: int) -> bool:
     target, mtp = pair("glm4_moe")
     dec = SpeculativeDecoder(target, check=False)
-    sampled: dict[str, Any] = {
-        "temperature": 0.8,
-        "acceptance": "leviathan",
-        "seed": 2,
-        "strategies": [Mtp(mtp, n_max=2)],
-    }
-    dec.generate([1, 2, 3], 1, keep_state=True, **sampled)  # the prompt is prefilled once
-    out = dec.generate([1, 2, 3], 3, num_return_sequences=n, batch_size=1500, keep_state=True, **sampled)
+    out = three_tokens(dec, [1, 2, 3], n, acceptance="leviathan", seed=2, strategies=[Mtp(mtp, n_max=2)])
     assert 0.05 < out.stats.acceptance < 0.95
     return fit(cell(out.token_ids, 6), three_token_law(target, [1, 2, 3], 0.8)).holds
 

@@ -1,6 +1,6 @@
 """The target's law over the first three tokens, enumerated; and how well samples fit it.
 
-Nothing here uses specdec: laws come from plain forward passes over every possible text, and the cuts (top-k, top-p,
+Laws do not use specdec: they come from plain forward passes over every possible text, and the cuts (top-k, top-p,
 min-p) and the repetition penalty are written from their definitions, in float64.
 """
 
@@ -15,6 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 from scipy.stats import gamma
+
+from specdec import SpeculativeDecoder
+from specdec.decoding.result import Generation
 
 Adjust = Callable[[np.ndarray, np.ndarray, int], np.ndarray]
 
@@ -113,6 +116,14 @@ def three_token_law(
     rows = np.arange(len(pairs))
     pair = first[rows, pairs[:, 0]] * second[rows, pairs[:, 1]]
     return (pair[:, None] * third).reshape(-1)
+
+
+def three_tokens(decoder: SpeculativeDecoder, prompt: list[int], n: int, **options: Any) -> Generation:
+    """n texts of three tokens. The prompt is computed once and kept, and rounds have so many rows that a text takes the
+    least time."""
+    options = {"temperature": 0.8, "keep_state": True, "max_new_tokens": 3, **options}
+    decoder.generate(prompt, **{**options, "max_new_tokens": 1})
+    return decoder.generate(prompt, num_return_sequences=n, batch_size=500, **options)
 
 
 def cell(tokens: Sequence[Sequence[int]], vocab: int) -> np.ndarray:

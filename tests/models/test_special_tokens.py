@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 import specdec
 from specdec import SpecdecError, SpeculativeDecoder
 from specdec.models.vocabulary import Vocabularies, compare_vocabularies
-from tests.helpers.laws import cell, fit, samples, small_model, three_token_law
+from tests.helpers.laws import cell, fit, samples, small_model, three_token_law, three_tokens
 from tests.helpers.playing import random_ids, weaker
 from tests.helpers.tiny import tiny_model
 
@@ -170,9 +170,7 @@ def test_text_follows_the_targets_distribution_under_leviathan(strategy: Any) ->
     assert dec.report.differing == (10, 11, 12)
     dec.tokenizer = None  # decoding thousands of texts takes longer than sampling them
     prompt = [5, 7, 5, 11, 10]  # ids that differ may stand in the prompt
-    options: dict[str, Any] = {"temperature": 0.8, "acceptance": "leviathan", "seed": 2, "keep_state": True}
-    dec.generate(prompt, 1, **options)  # prefilled once, not once a sample
-    out = dec.generate(prompt, 3, num_return_sequences=SAMPLES, batch_size=2_000, **options)
+    out = three_tokens(dec, prompt, SAMPLES, acceptance="leviathan", seed=2)
     result = fit(cell(out.token_ids, 13), three_token_law(target, prompt, 0.8))
     assert result.holds, str(result)
     assert 0.05 < out.stats.accepted_tokens / out.stats.draft_tokens < 0.95
