@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
+from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"  # also for what tests start: notebooks, commands
@@ -34,6 +36,20 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["SPECDEC_TIER"] = "fast" if config.option.markexpr == "not full" else "full"
 
 
+def covering(fast: list[pytest.Item], rest: list[pytest.Item], n: int) -> list[pytest.Item]:
+    """n cases of `rest`: one after the other, that whose parameters' values, and pairs of them, were shown least."""
+
+    def features(item: Any) -> set[tuple[str, ...]]:
+        values = [f"{name}={value!r}" for name, value in sorted(item.callspec.params.items())]
+        return {*combinations(values, 1), *combinations(values, 2)}
+
+    shown, left, chosen = Counter(f for item in fast for f in features(item)), {i: features(i) for i in rest}, []
+    while left and len(chosen) < n:
+        chosen.append(min(left, key=lambda item: sum(shown[f] for f in left[item])))
+        shown.update(left.pop(chosen[-1]))
+    return chosen
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what the fast tier leaves out, and skip what needs a CUDA device where there is none."""
@@ -48,8 +64,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         assert mark is not None
         # Any fixed order would do that is not the grid's own: neighbours in the grid are alike.
         cases.sort(key=lambda item: hashlib.sha256(item.name.encode()).digest())
+        fast, rest = cases[: mark.args[0]], cases[mark.args[0] :]
+        if "full" in mark.kwargs:
+            rest = covering(fast, rest, mark.kwargs["full"])
+            items[:] = [item for item in items if item not in cases or item in fast or item in rest]
         again = mark.kwargs.get("again", False) and os.environ["SPECDEC_TIER"] == "full"
-        for item in cases if again else cases[mark.args[0] :]:
+        for item in [*fast, *rest] if again else rest:
             item.add_marker(pytest.mark.full)
     if torch.cuda.is_available():
         return

@@ -332,7 +332,7 @@ def broken_from(position: int, value: float, model: Any) -> Any:
 CHAINS: dict[str, Any] = {"plain": [], "draft": [DraftModel(n_max=5)], "lookup": [PromptLookup(n_max=6)]}
 
 
-@pytest.mark.fast(3)
+@pytest.mark.fast(3, full=8)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf])
 @pytest.mark.parametrize("chain", CHAINS)

@@ -85,7 +85,7 @@ FULLY = ("llama", "qwen2", "gemma3", "mixtral", "looping")
 BRIEFLY = ("p_min", "lookup, draft")
 
 
-@pytest.mark.fast(6)
+@pytest.mark.fast(6, full=30)
 @pytest.mark.parametrize(
     ("kind", "chain"),
     [(k, c) for k in FULLY for c in CHAINS] + [(k, c) for k in TINY_KINDS if k not in FULLY for c in BRIEFLY],

@@ -61,7 +61,7 @@ def test_row_1_rows_disturb_each_other(strategy: str) -> None:
     assert batch.token_ids == [s.token_ids[0] for s in single] == other.token_ids[::-1]
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(2, full=5)
 @pytest.mark.parametrize("difference", [-128, -5, 4, 64])
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0}, {"temperature": 1.0, "acceptance": "match"}])
 def test_row_4_padded_vocabularies(difference: int, options: dict[str, Any]) -> None:
@@ -84,7 +84,7 @@ def test_row_4_padded_vocabularies(difference: int, options: dict[str, Any]) -> 
 # -- stops ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.fast(4)
+@pytest.mark.fast(4, full=8)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("at", [0, 4, 8, 15])
 def test_row_5_tokens_after_eos_inside_a_block(strategy: str, at: int) -> None:
@@ -99,7 +99,7 @@ def test_row_5_tokens_after_eos_inside_a_block(strategy: str, at: int) -> None:
     check_counts(out)
 
 
-@pytest.mark.fast(5)
+@pytest.mark.fast(5, full=8)
 @pytest.mark.parametrize("length", [8, 40])
 @pytest.mark.parametrize("at", [0, 5, 7, 8, 15, 16, 17, 18, 34, 39])
 def test_row_5_eos_anywhere_in_a_right_draft(length: int, at: int) -> None:
@@ -292,7 +292,7 @@ def test_row_14_an_exception_in_the_middle_of_a_pass_changes_nothing(side: str) 
 # -- statistics ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.fast(6)
+@pytest.mark.fast(6, full=12)
 @pytest.mark.parametrize(
     ("strategy", "temperature"), [*((s, 0.0) for s in STRATEGIES), ("draft-model", 1.0), ("chain", 1.0)]
 )
@@ -323,7 +323,7 @@ def test_row_16_generated_is_accepted_and_rounds(strategy: str, temperature: flo
 # -- contexts ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.fast(5)
+@pytest.mark.fast(5, full=8)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("room", [0, 1, 2, 9])
 def test_row_23_generation_runs_into_the_end_of_the_context(strategy: str, room: int) -> None:
@@ -337,7 +337,7 @@ def test_row_23_generation_runs_into_the_end_of_the_context(strategy: str, room:
     check_counts(out)
 
 
-@pytest.mark.fast(4)
+@pytest.mark.fast(4, full=4)
 @pytest.mark.parametrize("context", [4, 8, 20, 24])
 @pytest.mark.parametrize("strategy", ["draft-model", "p_min", "chain"])
 def test_row_24_the_drafts_context_is_shorter(strategy: str, context: int) -> None:

@@ -35,7 +35,7 @@ def run_late(decoder: SpeculativeDecoder, strategies: Any, **options: Any) -> li
     return rows
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(2, full=5)
 @pytest.mark.parametrize("strategies", CHAINS, ids=str)
 @pytest.mark.parametrize(
     "options",

@@ -200,7 +200,7 @@ DRAFTERS = {
 }
 
 
-@pytest.mark.fast(5)
+@pytest.mark.fast(5, full=10)
 @pytest.mark.parametrize("cuts", [{}, {"top_k": 6, "top_p": 0.9}], ids=["plain", "cut"])
 @pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize("acceptance", ["match", "coupled"])

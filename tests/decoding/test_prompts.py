@@ -122,7 +122,7 @@ def test_a_tokenizers_own_bos_is_kept() -> None:
 # -- row 21: streaming ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.fast(4)
+@pytest.mark.fast(4, full=8)
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("text", TEXTS)
 def test_row_21_a_stream_is_the_text(text: str, draft: str) -> None:
@@ -140,7 +140,7 @@ def test_row_21_a_stream_is_the_text(text: str, draft: str) -> None:
         assert len(pieces) > 4  # it really streams
 
 
-@pytest.mark.fast(12)
+@pytest.mark.fast(12, full=8)
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("stop", ["fox", "x jum", "jumps over", "over the lazy dog", "🚀", "🎉🚀", "dog", "the"])
 def test_row_21_a_stop_string_is_never_shown(stop: str, draft: str) -> None:

@@ -91,7 +91,7 @@ STOPS: dict[str, Any] = {
 }
 
 
-@pytest.mark.fast(8)
+@pytest.mark.fast(8, full=6)
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("stop", STOPS)
 def test_figures_are_those_of_the_text(stop: str, batch: int) -> None:

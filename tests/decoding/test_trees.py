@@ -67,7 +67,7 @@ class RandomTrees:
         return Draft(torch.tensor(tokens), torch.tensor(parents), levels=max(depths) + 1, siblings=len(parents))
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(2, full=4)
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "mistral", "mixtral"])
 def test_greedy_text_with_trees_is_plain_decodings(kind: str, batch: int) -> None:
@@ -357,7 +357,7 @@ NARROW: dict[str, tuple[dict[str, Any], int]] = {
 WIDE = [DraftModel(tree=[3, 2, 2]), DraftModel(tree=[15]), DraftModel(branches=4, p_split=0.0, n_max=3)]
 
 
-@pytest.mark.fast(4)
+@pytest.mark.fast(4, full=14)
 @pytest.mark.parametrize("acceptance", ["leviathan", "match", "coupled"])
 @pytest.mark.parametrize("cause", NARROW)
 def test_where_few_tokens_are_possible_a_level_has_fewer_children(cause: str, acceptance: str) -> None:

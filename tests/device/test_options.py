@@ -71,7 +71,7 @@ def compare(decoders: dict[str, specdec.SpeculativeDecoder], name: str, call: st
     return recorded
 
 
-@pytest.mark.fast(9)
+@pytest.mark.fast(9, full=0)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_options_give_the_eager_outcome_when_recorded(
     decoders: dict[str, specdec.SpeculativeDecoder], name: str
@@ -82,13 +82,14 @@ def test_options_give_the_eager_outcome_when_recorded(
         compare(decoders, name, "one-hot", 6)
 
 
-@pytest.mark.full
+@pytest.mark.fast(0, full=84)
+@pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_options_give_the_eager_outcome_in_every_call(
-    decoders: dict[str, specdec.SpeculativeDecoder], name: str
+def test_options_give_the_eager_outcome_in_many_calls(
+    decoders: dict[str, specdec.SpeculativeDecoder], name: str, call: str
 ) -> None:
-    for call in CALLS:
-        compare(decoders, name, call)
+    """Each option in two of the calls, each call with six or seven options."""
+    compare(decoders, name, call)
 
 
 @pytest.mark.fast(3)
@@ -156,7 +157,7 @@ def penalised(dec: specdec.SpeculativeDecoder, shape: str, prompts: int = 8, **o
     return dec.generate(PROMPTS[:prompts], strategies=SHAPES[shape], draft_length="given", **fixed, **options)
 
 
-@pytest.mark.fast(5)
+@pytest.mark.fast(5, full=40)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", PENALTIES)

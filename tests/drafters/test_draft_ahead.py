@@ -49,7 +49,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
     return found
 
 
-@pytest.mark.fast(1)
+@pytest.mark.fast(1, full=12)
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("call", CALLS)
 def test_drafts_made_ahead_are_those_that_would_have_been_made(call: str, batch: int, looks: Counter[bool]) -> None:
@@ -79,7 +79,7 @@ AUTOMATIC: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(2, full=5)
 @pytest.mark.parametrize("call", AUTOMATIC)
 @pytest.mark.parametrize("batch", [3, 1])
 def test_automatic_lengths_are_the_same_whether_drafts_are_made_ahead_or_not(

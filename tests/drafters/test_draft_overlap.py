@@ -18,7 +18,7 @@ def overlapping(options: dict[str, Any]) -> dict[str, Any]:
     return {**options, "strategies": [f"{name}:overlap=true" for name in options["strategies"]]}
 
 
-@pytest.mark.fast(3)
+@pytest.mark.fast(3, full=20)
 @pytest.mark.parametrize("recorder", [None, Rerun])
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("call", CALLS)

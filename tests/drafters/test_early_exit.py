@@ -20,7 +20,7 @@ from tests.oracle import oracle_greedy
 PROMPTS = [[1, 2, 3, 4, 5], [9, 8], [7], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4]]
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(2, full=4)
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "qwen3", "mixtral", "phi3"])
 def test_greedy_text_is_plain_decodings(kind: str, batch: int) -> None:

@@ -27,7 +27,7 @@ def batches(slope: float) -> CostTable:
     return CostTable(target, batches=BATCHES, widths=(1, 5, 9, 17), calls={"scripted": 1e-4}, round=0.01)
 
 
-@pytest.mark.fast(3)
+@pytest.mark.fast(3, full=8)
 @pytest.mark.parametrize("slope", [0.02, 0.06, 0.3], ids=["wide is cheap", "as on a CPU", "wide is dear"])
 @pytest.mark.parametrize("batch", BATCHES)
 def test_row_19_no_batch_takes_longer_than_plain_decoding_may(batch: int, slope: float) -> None:

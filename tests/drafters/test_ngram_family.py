@@ -52,7 +52,7 @@ def ask(drafter: Any, text: list[int], n_max: int = 0, row: int = 0) -> list[int
     return [int(t) for t in draft.tokens]
 
 
-@pytest.mark.fast(8)
+@pytest.mark.fast(8, full=8)
 @pytest.mark.parametrize("parity", [True, False])
 @pytest.mark.parametrize("name", SMALL)
 @settings(max_examples=60)

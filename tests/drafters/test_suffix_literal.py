@@ -137,7 +137,7 @@ def _short_tail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suffix_index, "TAIL", TAIL)
 
 
-@pytest.mark.fast(8)
+@pytest.mark.fast(8, full=8)
 @pytest.mark.parametrize("alphabet", [2, 5, 60, 40_000])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_drafts_are_those_of_the_literal_rules(options: dict[str, Any], alphabet: int) -> None:

@@ -132,7 +132,7 @@ ACTIVATIONS: dict[str, Any] = {
 }
 
 
-@pytest.mark.fast(3)
+@pytest.mark.fast(3, full=6)
 @pytest.mark.parametrize("fuse", [False, True])
 @pytest.mark.parametrize("kind", WEIGHTS_ONLY)
 def test_weights_in_few_bits_work_as_target_and_as_draft(kind: str, fuse: bool) -> None:

@@ -214,7 +214,7 @@ def cache_bytes(pool: Any) -> int:
     return int(pool.idle.nbytes)
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(2, full=8)
 @pytest.mark.parametrize("kind", TINY_KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_cache_takes_the_memory_that_the_report_predicted(kind: str, dtype: torch.dtype) -> None:

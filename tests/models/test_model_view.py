@@ -153,7 +153,7 @@ def by_global(layer: nn.Module) -> None:
     layer.forward = forward
 
 
-@pytest.mark.fast(9)
+@pytest.mark.fast(9, full=8)
 @pytest.mark.parametrize("patch", [*PATCHES, by_global])
 @pytest.mark.parametrize("where", ["layers.1", "layers.1.self_attn", "layers.0.mlp"])
 def test_a_patched_forward_is_followed(patch: Callable[[nn.Module], None], where: str) -> None:

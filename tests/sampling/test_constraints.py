@@ -49,7 +49,7 @@ def _run(strategy: str, constraint: Any, **options: Any) -> Any:
     )
 
 
-@pytest.mark.fast(5)
+@pytest.mark.fast(5, full=6)
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.9}, {"temperature": 0.9, "acceptance": "match"}], ids=str)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_text_stays_inside_the_constraint(strategy: str, options: dict[str, Any]) -> None:
@@ -208,7 +208,7 @@ SCHEMA = {
 }  # fmt: skip
 
 
-@pytest.mark.fast(6)
+@pytest.mark.fast(6, full=6)
 @pytest.mark.parametrize("padded", [0, 40])
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.2}, {"temperature": 1.2, "acceptance": "match"}], ids=str)
 @pytest.mark.parametrize("strategies", [[], [PromptLookup()], [DraftModel(n_max=4)]], ids=["plain", "lookup", "model"])
