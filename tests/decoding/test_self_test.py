@@ -115,7 +115,7 @@ def test_copies_and_compaction_are_tried() -> None:
         assert SpeculativeDecoder(tiny_model("llama")).target.tree_fault is not None
 
 
-@pytest.mark.fast(12, full=10)
+@pytest.mark.fast(12)
 @pytest.mark.parametrize("kind", TINY_KINDS)
 @pytest.mark.parametrize("context", [2, 5, 13, 15, 512])
 def test_right_models_pass_whatever_their_context(kind: str, context: int) -> None:

@@ -235,7 +235,7 @@ VERBS: dict[str, Callable[[str], list[str]]] = {
 }
 
 
-@pytest.mark.fast(45, full=20)
+@pytest.mark.fast(45)
 @pytest.mark.parametrize("name", ["", "a\0b", "x" * 300, "b/" * 3_000, "/dev/zero", "~nosuchuser/x", "/\udcff"])
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_path_option_refuses_what_is_no_file(verb: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from accelerate import Accelerator
 
 from specdec import SpecdecError, SpeculativeDecoder
@@ -287,27 +286,21 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path, target: Path) -> None:
 
 @pytest.mark.full
 def test_a_killed_process_resumes_to_the_same_curve(tmp_path: Path, target: Path) -> None:
-    files = {}
-    for name in ("whole", "killed"):
-        values = settings(target, tmp_path / name, **HEAD, steps=40, eval_every=10, checkpoint_every=5)
-        files[name] = tmp_path / f"{name}.yaml"
-        files[name].write_text(yaml.safe_dump(values))
-
-    def start(name: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "specdec", "train", "eagle3", str(files[name]), "--json"]
-        return subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
-
-    assert start("whole").wait(300) == 0
+    """The killed ones are commands; what comes of them is finished here."""
+    steps = {"steps": 40, "eval_every": 10, "checkpoint_every": 5}
+    whole, again = (small(tmp_path, target, name, **steps) for name in ("whole", "killed"))
+    run_training(whole, "eagle3", quiet)
+    command = [sys.executable, "-m", "specdec", "train", "eagle3", str(tmp_path / "killed.yaml"), "--json"]
+    environment, log = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}, again.folder / "log.jsonl"
     for entries in (1, 2):  # killed twice: after the first figures, and after some more
-        process = start("killed")
-        log = tmp_path / "killed" / "log.jsonl"
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
         deadline = time.monotonic() + 300
         while time.monotonic() < deadline and (not log.exists() or log.read_text().count("\n") <= entries):
             assert process.poll() is None, "the run ended before it was killed"
             time.sleep(0.05)
         process.send_signal(signal.SIGKILL)
         process.wait()
-    assert start("killed").wait(300) == 0
+    run_training(again, "eagle3", quiet)
     assert log_of(tmp_path / "killed") == log_of(tmp_path / "whole")
 
 
