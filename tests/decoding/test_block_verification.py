@@ -121,7 +121,7 @@ def sampled(rule: Any, n: int, **options: Any) -> Any:
 @pytest.mark.fast(1, again=True)
 @pytest.mark.parametrize("options", [{}, {"top_k": 6}], ids=["plain", "top_k"])
 def test_samples_follow_the_targets_distribution(options: dict[str, Any]) -> None:
-    out = sampled(BLOCK, samples(20_000, 2_000), **options)
+    out = sampled(BLOCK, samples(8_000, 2_000), **options)
     result = fit(cell(out.token_ids, V), three_token_law(pair()[0], PROMPT, 0.8, **options))
     assert result.holds, str(result)
     assert 0.1 < out.stats.draft_acceptance_rate < 0.95
@@ -129,7 +129,7 @@ def test_samples_follow_the_targets_distribution(options: dict[str, Any]) -> Non
 
 @pytest.mark.full
 def test_penalties_apply_to_the_accepted_text() -> None:
-    out = sampled(BLOCK, samples(20_000, 2_000), repetition_penalty=1.6)
+    out = sampled(BLOCK, samples(8_000, 2_000), repetition_penalty=1.6)
     assert fit(cell(out.token_ids, V), three_token_law(pair()[0], PROMPT, 0.8, repetition_penalty=1.6)).holds
     assert not fit(cell(out.token_ids, V), three_token_law(pair()[0], PROMPT, 0.8)).holds
 

@@ -1,7 +1,7 @@
 """Losslessness: samples follow the target's law, which is enumerated exactly, and wrong rules and drafters do not.
 
-Every case draws the first three tokens 20,000 times (3,000 in the fast tier). The negative controls
-draw no more, so that they are rejected for no more evidence than the right implementation is given to fail.
+Every case draws the first three tokens 8,000 times (3,000 in the fast tier): enough to reject a distribution that is 3 %
+off in total variation 60 times out of 60. scripts/measure_laws.py draws 50,000. The negative controls draw no more, so that they are rejected for no more evidence than the right implementation is given to fail.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.helpers.laws import Fit, cell, fit, samples, small_model, three_token
 
 V = 13
 PROMPT = [5, 7, 5, 7, 5]  # repeats, so that prompt lookup drafts from the first round on
-SAMPLES, CONTROL_SAMPLES = samples(20_000, 3_000), 3_000
+SAMPLES, CONTROL_SAMPLES = samples(8_000, 3_000), 3_000
 LOOKUP_THEN_MODEL = (PromptLookup(n_max=2), DraftModel(n_max=2))
 
 
@@ -173,15 +173,16 @@ def _control(strategies: Any, rule: AcceptanceRule | str = "leviathan", n: int |
     return result
 
 
-def test_the_statistic_accepts_exact_samples_and_rejects_a_law_five_percent_off() -> None:
+def test_the_statistic_accepts_exact_samples_and_rejects_a_law_three_percent_off() -> None:
     import numpy as np
 
     law = three_token_law(small_model(3, V), PROMPT, 0.8)
     other = three_token_law(small_model(1, V), PROMPT, 0.8)
     rng = np.random.default_rng(3)
     assert fit(rng.choice(V**3, SAMPLES, p=law), law).holds
-    mixed = fit(rng.choice(V**3, SAMPLES, p=0.93 * law + 0.07 * other), law)  # this far off: TV about 0.05
-    assert not mixed.holds
+    mixed = 0.96 * law + 0.04 * other
+    assert np.abs(mixed - law).sum() / 2 == pytest.approx(0.032, abs=1e-3)
+    assert not fit(rng.choice(V**3, 8_000, p=mixed), law).holds
     top = three_token_law(small_model(3, V), PROMPT, 0.8, top_k=3)
     outside = int(np.flatnonzero(top == 0)[0])
     assert not fit(np.append(rng.choice(V**3, SAMPLES, p=top), outside), top).holds

@@ -197,7 +197,7 @@ def sampled(n: int, drafts: Any = None, acceptance: str = "leviathan", **cuts: A
 @pytest.mark.fast(2, again=True)
 @pytest.mark.parametrize("cuts", [{}, {"top_k": 6}], ids=["plain", "top_k"])
 def test_samples_follow_the_targets_distribution(cuts: dict[str, Any]) -> None:
-    out, target = sampled(samples(20_000, 3_000), **cuts)
+    out, target = sampled(samples(8_000, 3_000), **cuts)
     result = fit(cell(out.token_ids, V), three_token_law(target, PROMPT, 0.8, **cuts))
     assert result.holds, str(result)
     tally = out.stats.to_dict()["strategies"]["eagle3"]
@@ -207,7 +207,7 @@ def test_samples_follow_the_targets_distribution(cuts: dict[str, Any]) -> None:
 
 @pytest.mark.full
 def test_penalties_apply_to_the_accepted_text() -> None:
-    out, target = sampled(samples(20_000, 3_000), repetition_penalty=1.8)
+    out, target = sampled(samples(8_000, 3_000), repetition_penalty=1.8)
     assert fit(cell(out.token_ids, V), three_token_law(target, PROMPT, 0.8, repetition_penalty=1.8)).holds
     assert not fit(cell(out.token_ids, V), three_token_law(target, PROMPT, 0.8)).holds
 
@@ -478,7 +478,7 @@ def test_planned_trees_give_plain_decodings_text(batch: int) -> None:
 )
 def test_samples_of_planned_trees_follow_the_targets_distribution(cuts: dict[str, Any]) -> None:
     """Siblings are tested by recursive rejection; top_k=3 leaves fewer tokens than the shape has children."""
-    n = samples(1_500 if "repetition_penalty" in cuts else 20_000, 1_500)
+    n = samples(1_500 if "repetition_penalty" in cuts else 8_000, 1_500)
     out, target = sampled(n, {"tree": "4x2"}, **cuts)
     result = fit(cell(out.token_ids, V), three_token_law(target, PROMPT, 0.8, **cuts))
     assert result.holds, str(result)

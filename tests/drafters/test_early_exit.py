@@ -44,7 +44,7 @@ def test_sampled_text_is_plain_decodings(rule: str) -> None:
 
 def test_samples_follow_the_targets_distribution() -> None:
     target, prompt = small_model(3, 13, num_hidden_layers=2), [5, 7, 5, 7, 5]
-    n = samples(20_000, 1_500)
+    n = samples(8_000, 1_500)
     decoder = SpeculativeDecoder(target, check=False)
     out = three_tokens(decoder, prompt, n, strategies=[EarlyExit(layers=1, n_max=2)], seed=1)
     assert fit(cell(out.token_ids, 13), three_token_law(target, prompt, 0.8)).holds

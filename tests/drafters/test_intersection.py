@@ -21,7 +21,7 @@ WORDS = ["?", "a", "b", "c", "d", "e", "f", "g", "h"]
 THEIRS = ["?", "h", "x", "c", "b", "y", "a", "e"]  # "?" a b c e h are common, all but two at other ids
 TARGET, DRAFT, PROMPT = len(WORDS), len(THEIRS), [1, 4, 2, 8]
 OTHERS: list[tuple[str, dict[str, Any]]] = [("block", {}), ("coupled", {}), ("leviathan", {"p_min": 0.3})]
-SAMPLES = samples(20_000, 3_000)
+SAMPLES = samples(8_000, 3_000)
 
 
 def pair(**options: Any) -> SpeculativeDecoder:

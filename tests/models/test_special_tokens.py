@@ -154,7 +154,7 @@ def test_sampled_drafts_hold_no_id_that_differs_and_q_says_so(chain: str, accept
 
 
 SPECIAL_13 = [f"w{i}" for i in range(10)]
-SAMPLES = samples(20_000, 1_500)
+SAMPLES = samples(8_000, 1_500)
 
 
 @pytest.mark.parametrize(
