@@ -1,7 +1,8 @@
 """Losslessness: samples follow the target's law, which is enumerated exactly, and wrong rules and drafters do not.
 
-Every case draws the first three tokens 8,000 times (3,000 in the fast tier): enough to reject a distribution that is 3 %
-off in total variation 60 times out of 60. scripts/measure_laws.py draws 50,000. The negative controls draw no more, so that they are rejected for no more evidence than the right implementation is given to fail.
+Every case draws the first three tokens 8,000 times (3,000 in the fast tier): enough to reject a distribution that is
+3 % off in total variation, 60 times of 60. scripts/measure_laws.py draws 50,000. The negative controls draw 3,000, so
+that they are rejected for no more evidence than the right implementation is given to fail.
 """
 
 from __future__ import annotations
