@@ -350,17 +350,28 @@ def test_a_batch_that_fails_ends_its_texts_and_no_others(worker: Any, monkeypatc
 
 
 def values(worker: Any) -> dict[str, float]:
+    return figures(get(worker, "/metrics").text)
+
+
+def figures(page: str) -> dict[str, float]:
     """The metrics by their names and labels, without the model's."""
-    lines = [line.rsplit(" ", 1) for line in get(worker, "/metrics").text.splitlines() if line[0] != "#"]
+    lines = [line.rsplit(" ", 1) for line in page.splitlines() if line[0] != "#"]
     return {re.sub(r',?model_name="tiny",?', "", name).replace("{}", ""): float(value) for name, value in lines}
 
 
 def eventually(worker: Any, name: str, value: float) -> bool:
-    """Whether a metric reaches a value within ten seconds: answers are sent before slots are free."""
-    deadline = time.monotonic() + 10
+    """Whether a metric reaches a value within a minute: answers are sent before slots are free."""
+    deadline = time.monotonic() + 60
     while values(worker).get(name) != value and time.monotonic() < deadline:
         time.sleep(0.02)
     return values(worker).get(name) == value
+
+
+async def served(client: httpx.AsyncClient, requests: int) -> None:
+    """Wait until so many requests have slots."""
+    async with asyncio.timeout(60):
+        while figures((await client.get("/metrics")).text)["vllm:num_requests_running"] < requests:
+            await asyncio.sleep(0.001)
 
 
 def test_metrics_sum_up_what_requests_were_told(worker: Any) -> None:
@@ -392,7 +403,8 @@ def test_models_and_health(worker: Any) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_request_whose_client_leaves_is_cancelled(worker: Any, stream: bool) -> None:
-    """A client that closes the connection after its request; the other text is whole."""
+    """A client that closes the connection when another one's text, which is whole, has come."""
+    done = asyncio.Event()
     body = {"prompt": PROMPT, "max_tokens": 240, "stream": stream}
     scope = {
         "type": "http", "method": "POST", "path": COMPLETIONS, "headers": [], "query_string": b"", "asgi": {},
@@ -404,7 +416,7 @@ def test_a_request_whose_client_leaves_is_cancelled(worker: Any, stream: bool) -
         async def receive() -> dict[str, Any]:
             if told:
                 return told.pop()
-            await asyncio.sleep(0.2)
+            await done.wait()
             return {"type": "http.disconnect"}
 
         async def send(message: Any) -> None:
@@ -414,8 +426,12 @@ def test_a_request_whose_client_leaves_is_cancelled(worker: Any, stream: bool) -
 
     async def both() -> Any:
         async with client_of(worker) as client:
-            other = client.post(COMPLETIONS, json={"prompt": PROMPT, "max_tokens": 20})
-            return (await asyncio.gather(leave(), other))[1].json()
+            leaving = asyncio.ensure_future(leave())
+            await served(client, 1)
+            other = await client.post(COMPLETIONS, json={"prompt": PROMPT, "max_tokens": 20})
+            done.set()
+            await leaving
+            return other.json()
 
     assert asyncio.run(both())["usage"]["completion_tokens"] == 20
     assert eventually(worker, 'vllm:request_success_total{finished_reason="abort"}', 1)
@@ -428,7 +444,7 @@ def test_a_server_that_stops_tells_those_in_flight_and_takes_no_more(worker: Any
     async def both() -> list[httpx.Response]:
         async with client_of(worker) as client:
             sent = [asyncio.ensure_future(client.post(COMPLETIONS, json={**long, "stream": s})) for s in (True, False)]
-            await asyncio.sleep(0.2)
+            await served(client, 2)
             worker.drain(0)
             return [*(await asyncio.gather(*sent)), await client.post(COMPLETIONS, json=long)]
 
@@ -442,7 +458,7 @@ def test_a_server_that_has_time_lets_those_in_flight_end(worker: Any) -> None:
     async def one() -> Any:
         async with client_of(worker) as client:
             sent = asyncio.ensure_future(client.post(COMPLETIONS, json={"prompt": PROMPT, "max_tokens": 24}))
-            await asyncio.sleep(0.05)
+            await served(client, 1)
             worker.drain(60)
             return (await sent).json()
 

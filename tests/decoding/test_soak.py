@@ -44,7 +44,7 @@ def test_five_hundred_random_rows_are_those_of_other_ways(tiny: Any) -> None:
 
 @pytest.mark.full
 def test_a_few_requests_of_the_embedded_pair() -> None:
-    found = fuzzed(soak.embedded(), 20)
+    found = fuzzed(soak.embedded(), 8)
     assert found.faults == []
 
 
