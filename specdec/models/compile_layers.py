@@ -27,6 +27,10 @@ from specdec.models.kv_cache import RaggedCache, RaggedLayer
 # dynamo gives up on a function that it has compiled so often; each shape of a pass is one compilation.
 RECOMPILE_LIMIT = 256
 
+# Parameters from which on what is around the layers is not compiled: its kernels take less than a hundredth of a pass,
+# and compiling each part about a second.
+LARGE = 1 << 30
+
 log = logging.getLogger("specdec")
 
 
@@ -71,11 +75,14 @@ class Compiler:
         give_up: Callable[[str], None] | None = None,
     ):
         self.name, self.mode, self.backend, self.parts, self.give_up = name, mode, backend, parts, give_up
-        self.options: dict[str, Any] | None = None
+        self.options: dict[str, Any] = {}
+        # No trials: they take a tenth of the time of compiling, and choose other kernels in other processes.
+        if backend == "inductor":
+            self.options |= {"triton.autotune_pointwise": False, "shape_padding": False}
         if mode == "max":
             from specdec.models.small_matmul_pass import RowSums  # imports the compiler, which takes a second
 
-            self.options = {"post_grad_custom_pre_pass": RowSums()}
+            self.options["post_grad_custom_pre_pass"] = RowSums()
         self.whole = True
         keep_compiled_code()
 
@@ -88,7 +95,9 @@ class Compiler:
         own = FunctionType(
             function.__code__.replace(), function.__globals__, function.__name__, None, function.__closure__
         )
-        return torch.compile(own, fullgraph=self.whole, dynamic=False, backend=self.backend, options=self.options)
+        return torch.compile(
+            own, fullgraph=self.whole, dynamic=False, backend=self.backend, options=self.options or None
+        )
 
     def run(self, call: Callable[[], Any], recompile: Callable[[], None], plain: Callable[[], Any]) -> Any:
         """Return what `call` returns, or `plain`, which is the same uncompiled, once the compiler fails."""
@@ -169,7 +178,8 @@ class Parts(NamedTuple):
 
 
 class CompiledLayers:
-    """A model whose layers run as one compiled function, and its other parts too. It is changed during a pass only."""
+    """A model whose layers run as one compiled function, and if it is not `LARGE` its other parts too. It is changed
+    during a pass only."""
 
     def __init__(self, model: Any, parts: Parts, compiler: Compiler):
         self.model, self.compiler, self.parts = model, compiler, parts
@@ -181,6 +191,7 @@ class CompiledLayers:
             return type(module).forward(module, *given, **named)
 
         self.compiled = self.compiler.compile(forward)
+        self.around = forward if sum(p.numel() for p in self.model.parameters()) >= LARGE else self.compiled
 
     def __call__(self, **arguments: Any) -> Any:
         # transformers collects hidden states by hooks that dynamo cannot trace, and leaves them in the model.
@@ -216,7 +227,7 @@ class CompiledLayers:
                 vars(module).pop("forward", None)
 
     def _forward(self, module: nn.Module) -> Callable[..., Any]:
-        return lambda *given, **named: self.compiled(module, given, named)
+        return lambda *given, **named: self.around(module, given, named)
 
     def _layer(self, module: nn.Module, index: int) -> Callable[..., Any]:
         def part(value: Any) -> Any:
@@ -231,7 +242,7 @@ class CompiledLayers:
 
     def _norm(self, module: nn.Module) -> Callable[..., Any]:
         def forward(*given: Any, **named: Any) -> Any:
-            out = self.compiled(module, given, named)
+            out = self.around(module, given, named)
             if self.states is not None:
                 self.states.append(out)
             return out

@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import specdec
 from specdec.device.graphs import Choice
+from specdec.models import compile_layers
 from specdec.models.compile_layers import (
     CompiledFunction,
     CompiledLayers,
@@ -104,6 +105,17 @@ def test_hidden_states_are_the_models_and_cost_no_compilation(kind: str) -> None
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
     assert counter.frame_count == 4
     assert runner.compiled.compiler.whole
+
+
+def test_what_is_around_the_layers_of_a_large_model_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_layers, "LARGE", 1)
+    model = tiny_model("llama")
+    counter = CompileCounterWithBackend("eager")
+    runner = compiled(copy.deepcopy(model), counter)
+    expected = passes(Runner(model), observed=ALL_LAYERS)
+    for ours, theirs in zip(passes(runner, observed=ALL_LAYERS), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    assert counter.frame_count == 2  # a layer, and masks
 
 
 @pytest.mark.full
