@@ -124,7 +124,8 @@ class Engine:
         with self.clock.phase("draft", early=True):
             self.chain.plan(requests)
             if not chunked:
-                self.chain.pipeline(requests, pending.on_device["accepted"], pending.on_device["token"])
+                verdict = pending.on_device
+                self.chain.pipeline(requests, verdict["accepted"], verdict["token"], lambda: pending.emitted)
 
     # -- 5 commit and trim -----------------------------------------------------------------------------------------
 

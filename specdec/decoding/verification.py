@@ -19,7 +19,7 @@ from torch import Tensor
 from specdec.decoding import verify_pass as at  # the columns of a pass's table
 from specdec.decoding.acceptance import AcceptanceRule
 from specdec.decoding.row import Row
-from specdec.decoding.verify_pass import NOTHING, Verified, VerifyInputs, VerifyKey, Wanted, emitted, verify
+from specdec.decoding.verify_pass import NOTHING, Verified, VerifyInputs, VerifyKey, Wanted, verify
 from specdec.decoding.verify_result import PendingResult
 from specdec.device.host_read import HostReader, Packed
 from specdec.device.transfer import array_on, put_rows
@@ -119,9 +119,10 @@ class Verifier:
         arriving = self.reader.start(verified.packed)
         if plan.has_trees:
             self._keep_paths(table[:, at.STARTS], verified.packed)
+        pending = PendingResult(verified.packed, arriving, self.reader, self.shapes.verify_width, output)
         if self.texts is not None:
-            self.texts.grow(table[:, at.POSITIONS], emitted(verified.packed))
-        return PendingResult(verified.packed, arriving, self.reader, self.shapes.verify_width, output)
+            self.texts.grow(table[:, at.POSITIONS], pending.emitted)
+        return pending
 
     def _keep_paths(self, starts: Tensor, packed: Packed) -> None:
         """Copy the accepted paths of trees to where a chain would have them, while their verdict is on its way to the

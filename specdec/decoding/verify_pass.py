@@ -196,12 +196,6 @@ def _decide(
     return packed.flat, packed.names, packed.forms
 
 
-def emitted(packed: Packed) -> Tensor:
-    """Return the tokens that a pass emits, [B, n]: those that are accepted, the one after them, and padding."""
-    accepted, path = packed["accepted"], packed["path"] if "path" in packed.names else None
-    return Verdict(accepted, packed["token"], packed["failed"], path).emitted(packed["draft"])[0]
-
-
 def _wanted(block: Block, verdict: Verdict, key: VerifyKey) -> dict[str, Tensor]:
     """Compute the fields of `VerifyResult`; slots come first in every tensor."""
     asked = key.wanted

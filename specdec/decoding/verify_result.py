@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
-from specdec.decoding.acceptance import UNSOUND
+from torch import Tensor
+
+from specdec.decoding.acceptance import UNSOUND, Verdict
 from specdec.decoding.row import Row, RowVerdict
 from specdec.device.host_read import Arriving, HostReader, Packed
 from specdec.drafters.base import Draft
@@ -93,6 +96,13 @@ class PendingResult:
     reader: HostReader
     limit: int
     output: PassOutput | None = None
+
+    @cached_property
+    def emitted(self) -> Tensor:
+        """The emitted tokens, still on the device, [B, n]: those that are accepted, the one after them, and padding."""
+        found = self.on_device
+        path = found["path"] if "path" in found.names else None
+        return Verdict(found["accepted"], found["token"], found["failed"], path).emitted(found["draft"])[0]
 
     def read(self) -> VerifyResult:
         """Wait for the one host read of the pass."""

@@ -209,10 +209,18 @@ class Drafter:
     def observe(self, output: PassOutput) -> None:
         """See a target pass, if the strategy has `observed_layers`."""
 
-    def pipeline(self, requests: Sequence[DraftRequest], accepted: Tensor, token: Tensor, n: int | None = None) -> bool:
+    def pipeline(
+        self,
+        requests: Sequence[DraftRequest],
+        accepted: Tensor,
+        token: Tensor,
+        n: int | None = None,
+        emitted: Tensor | None = None,
+    ) -> bool:
         """Start the next drafts from the verdict on the device: accepted [B], token [B]. Returns True if it did.
 
         n: tokens of the longest; None = the strategy's own length
+        emitted [B, n]: the accepted tokens and the one after them, then padding; for strategies that make trees
         """
         return False
 

@@ -13,7 +13,7 @@ reaches the last winner's `accept`.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
@@ -163,18 +163,22 @@ class Chain:
         if self.lengths is not None:
             self.lengths.plan(0, [r for r in requests if r.row in self.winner])
 
-    def pipeline(self, requests: Sequence[DraftRequest], accepted: Tensor, token: Tensor) -> bool:
+    def pipeline(
+        self, requests: Sequence[DraftRequest], accepted: Tensor, token: Tensor, emitted: Callable[[], Tensor]
+    ) -> bool:
         """Let the strategy, if it `can_pipeline`, start the next drafts from the verdict on the device.
 
-        accepted [B], token [B]: the verdict. Returns True if it did.
+        accepted [B], token [B], emitted() [B, n]: the verdict, of which trees need the tokens of the path too. Returns
+        True if it did.
         """
-        started, n = time.perf_counter(), []
+        started, drafter = time.perf_counter(), self.drafters[0]
+        more: dict[str, Any] = {"emitted": emitted()} if drafter.makes_trees else {}
         if self.lengths is not None:
             planned = [self.lengths.planned.get(r.row, 0) for r in requests]
             if not all(planned):
                 return False
-            n = [max(planned)]
-        is_started = self.drafters[0].pipeline(requests, accepted, token, *n)
+            more["n"] = max(planned)
+        is_started = drafter.pipeline(requests, accepted, token, **more)
         self.counters[self.labels[0]].t_draft += time.perf_counter() - started
         return is_started
 

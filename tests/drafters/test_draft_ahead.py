@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+import specdec
 from specdec import CostTable
 from specdec.drafters import length
 from specdec.drafters.draft_model import pipelined as draft_ahead
 from specdec.drafters.draft_model import strategy as draft_model
+from specdec.drafters.draft_model import tree
 from specdec.drafters.draft_model.pipelined import _caught_up
 from specdec.drafters.draft_model.steps import POSITIONS, STARTS, TOKENS
 from tests.device.test_graphs import decoder
@@ -68,6 +70,29 @@ def test_drafts_made_ahead_are_those_that_would_have_been_made(call: str, batch:
         assert looks[False] > 0  # a slot was taken over by the next prompt
 
 
+TREES = [{"branches": 3, "n_max": 4, "p_split": 0.01}, {"tree": "3x2x1"}, {"tree": "opt-6", "n_max": 3}]
+
+
+@pytest.mark.fast(2)
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("shape", TREES)
+def test_trees_grown_ahead_are_those_that_would_have_been_grown(
+    shape: dict[str, Any], batch: int, looks: Counter[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tree, "take", draft_model.take)
+    eager, ahead = decoder(), decoder(Rerun)
+    sampled = {"temperature": 0.9, "seed": 3}
+    for call in ({}, sampled, {**sampled, "repetition_penalty": 1.4}):
+        options = {"ignore_eos": True, "batch_size": batch, "strategies": [specdec.DraftModel(**shape)], **call}
+        if shape.get("tree") == "opt-6" and call:
+            options["acceptance"] = "match"  # such a tree has no q
+        expected, out = (d.generate(PROMPTS, 20, **options) for d in (eager, ahead))
+        assert out.token_ids == expected.token_ids
+        assert out.stats.accepted_tokens == expected.stats.accepted_tokens
+        assert out.stats.verify_passes == expected.stats.verify_passes == out.stats.host_reads
+    assert looks[True] > 0
+
+
 FLAT = CostTable((((1.0, 1.02),),), (((0.25, 0.3),),), widths=(1, 17))
 AUTOMATIC: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -118,7 +143,6 @@ def test_most_rounds_of_a_row_find_their_draft_made(looks: Counter[bool]) -> Non
     [
         {"strategies": ["prompt-lookup", "draft-model:n_max=3"]},
         {"strategies": ["draft-model"], "length_policy": "heuristic"},
-        {"strategies": ["draft-model:tree=2x2"]},
         {**FIXED, "logits_processor": [lambda ids, scores: scores - 0.1 * ids.shape[1]]},
     ],
 )

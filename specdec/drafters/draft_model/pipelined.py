@@ -5,8 +5,8 @@ next draft. A draft model only needs two numbers of the verdict per row, and the
 is launched right after the verify pass, and takes them from there. When the host has read them too, the draft is there;
 if another row has taken a slot meanwhile, it is dropped.
 
-Used only if one strategy drafts chains, recorded, with room for a whole draft whatever is accepted. An automatic length
-is then chosen before the verdict too (`LengthController.plan`).
+Used only if one strategy drafts, recorded, with room for a whole draft whatever is accepted (trees: tree.py). An
+automatic length is then chosen before the verdict too (`LengthController.plan`).
 
 A draft model on a GPU of its own *overlaps*: it does not wait for the verdict, but drafts on while the target verifies,
 as if all were accepted. Its next token is a guess at the target's own; a row whose guess was right has its next draft
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -179,9 +179,10 @@ def take_rows(core: DraftCore, made: Overlapped, requests: Sequence[DraftRequest
     return right
 
 
-def take(core: DraftCore, ahead: Ahead, requests: Sequence[DraftRequest], longest: int) -> bool:
+def take(core: DraftCore, ahead: Any, requests: Sequence[DraftRequest], longest: int) -> bool:
     """Count a pipelined draft as fed, if it is what `requests` ask for, up to `longest` tokens; returns True if it is.
 
+    ahead: `Ahead`, or trees with the same fields `sizes` and `steps`
     If not, nothing has happened: the slots that were written lie after every row's length.
     """
     for r in requests:

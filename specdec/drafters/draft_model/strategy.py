@@ -31,7 +31,7 @@ from specdec.drafters.draft_model.pipelined import (
 )
 from specdec.drafters.draft_model.steps import Proposal, StopRule, Stops, check_steps
 from specdec.drafters.draft_model.translation import TranslatingDrafter
-from specdec.drafters.draft_model.tree import TreeGrowth
+from specdec.drafters.draft_model.tree import TreeGrowth, TreesAhead
 from specdec.drafters.planned_tree import PlanShape
 from specdec.drafters.tree_plan import parse_opt, parse_plan, plan_parents, upper_levels
 from specdec.errors import SpecdecError
@@ -170,7 +170,9 @@ class DraftModel(CoreDrafter):
     _proposal: Proposal | None = field(init=False, repr=False, compare=False, default=None)  # this round's
     _guesses: dict[str, int] = field(init=False, repr=False, compare=False)
     _rule: StopRule | None = field(init=False, repr=False, compare=False, default=None)
-    _ahead: Ahead | Overlapped | None = field(init=False, repr=False, compare=False, default=None)  # the next round's
+    _ahead: Ahead | Overlapped | TreesAhead | None = field(
+        init=False, repr=False, compare=False, default=None
+    )  # the next round's
 
     def stop_by(self, rule: Any, levels: Mapping[int, float]) -> None:
         if self.makes_trees or not hasattr(self._core, "levels"):
@@ -189,14 +191,18 @@ class DraftModel(CoreDrafter):
         work = [(r, n) for r, n in zip(requests, limits, strict=True) if n > 0]
         if not work:
             return empty_like(requests)
-        if self.makes_trees:
-            trees = TreeGrowth(self, [r for r, _ in work], [n for _, n in work]).grow()
-            return [trees.get(r.row, Draft()) for r in requests]
         wanted, ahead, self._ahead = [r for r, _ in work], self._ahead, None
         longest = max(n for _, n in work)
+        if self.makes_trees:
+            growth = TreeGrowth(self, wanted, [n for _, n in work])
+            if isinstance(ahead, TreesAhead) and len(work) == len(requests):
+                trees = growth.take(ahead, longest)
+            else:
+                trees = growth.grow()
+            return [trees.get(r.row, Draft()) for r in requests]
         if isinstance(ahead, Overlapped):
             proposal = self._after_guess(ahead, wanted, self.depth)
-        elif ahead is not None and len(work) == len(requests) and take(self._core, ahead, wanted, longest):
+        elif isinstance(ahead, Ahead) and len(work) == len(requests) and take(self._core, ahead, wanted, longest):
             proposal = ahead.proposal
         else:
             proposal = self._propose(wanted, self.depth)
@@ -218,12 +224,23 @@ class DraftModel(CoreDrafter):
 
     @property
     def can_pipeline(self) -> bool:
-        """True for chains that overlap, or whose draft steps are recorded; recurrent states cannot run ahead."""
+        """True for what is recorded, and chains that overlap; recurrent states cannot run ahead."""
         runner = self._core.runner
-        chains = not self.makes_trees and runner.recurrence is None
-        return chains and (bool(self.overlap) or runner.graphs is not None)
+        overlaps = bool(self.overlap) and not self.makes_trees
+        return runner.recurrence is None and (overlaps or runner.graphs is not None)
 
-    def pipeline(self, requests: Sequence[DraftRequest], accepted: Tensor, token: Tensor, n: int | None = None) -> bool:
+    def pipeline(
+        self,
+        requests: Sequence[DraftRequest],
+        accepted: Tensor,
+        token: Tensor,
+        n: int | None = None,
+        emitted: Tensor | None = None,
+    ) -> bool:
+        if self.makes_trees:
+            growth = TreeGrowth(self, requests, [self.depth] * len(requests))
+            self._ahead = None if emitted is None else growth.ahead(accepted, emitted)
+            return self._ahead is not None
         k = (self.n_max or 0) if n is None else self.steps(n)
         if self._proposal is None:
             return False

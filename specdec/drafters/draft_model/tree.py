@@ -19,9 +19,10 @@ recorded, since a round's trees are one recorded function; elsewhere branching r
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -32,7 +33,8 @@ from specdec.drafters.best_tree import Frontier, Levels, Tree, TreeSize, grow
 from specdec.drafters.branching import BranchedTrees, Branches, Branching
 from specdec.drafters.draft_model import steps as at
 from specdec.drafters.draft_model.core import DraftCore
-from specdec.drafters.draft_model.steps import StepInputs, recordable
+from specdec.drafters.draft_model.pipelined import take
+from specdec.drafters.draft_model.steps import StepInputs, recordable, stream_of
 from specdec.drafters.planned_tree import PlanInputs, Planned, PlannedTrees, PlanShape, TreeKey
 from specdec.models.passes import PassInputs, PassKey
 
@@ -72,9 +74,22 @@ class DraftPasses:
             where = replace(where, offsets=F.pad(where.offsets, (0, more)), sees=F.pad(where.sees, (0, 0, 0, more)))
             tokens = F.pad(tokens, (0, more))
         layout = torch.stack([torch.where(alive, self.last, 0), torch.where(alive, count, 0)])
-        key = self.key._replace(width=width, region=where.region)
+        key = self.key._replace(width=width, region=where.region, rare=False)
         self.count += 1
         return self.core.forward(key, PassInputs(tokens, layout, where))[:, :count]
+
+
+@dataclass(frozen=True)
+class TreesAhead:
+    """Trees that were grown before the host has read the verdict on the last ones.
+
+    sizes: row -> ids it had before the verdict, the newest included
+    steps: levels
+    """
+
+    trees: Any
+    sizes: dict[int, int]
+    steps: int
 
 
 class TreeGrowth:
@@ -94,11 +109,45 @@ class TreeGrowth:
 
     def grow(self) -> Mapping[int, Draft]:
         """Grow the trees; returns drafts by row."""
-        core, sampling = self.core, self.sampling
-        host, reach = core.table(self.requests, self.limits)
-        key = core.runner.key(core.cache, core.shapes, host.shape[1] - at.TOKENS, reach + sum(self.shape.widths))
+        host, reach = self.core.table(self.requests, self.limits)
+        return self._drafts(self._trees(array_on(host, self.core.runner.device), reach))
+
+    def ahead(self, accepted: Tensor, emitted: Tensor) -> TreesAhead | None:
+        """Grow the next trees from the verdict on the device, if there is room whatever is accepted.
+
+        accepted [B], emitted [B, n]: as in `Drafter.pipeline`
+        """
+        core, depth, device = self.core, self.model.depth, self.core.runner.device
+        room = all(core.room(r, 2 * depth + 1) == 2 * depth + 1 for r in self.requests)
+        if not room or accepted.device != device or not recordable(self.sampling):
+            return None
+        sizes = {r.row: len(r.tokens) + 1 for r in self.requests}
+        host = np.zeros((core.batch, at.TOKENS), dtype=np.int64)
+        for r in self.requests:
+            host[r.row] = sizes[r.row], 1, stream_of(r), sizes[r.row] + 1, depth
+        numbers, width = array_on(host, device), core.shapes.width(depth + 1)
+        more = torch.where(numbers[:, at.COUNTS] > 0, accepted, 0)
+        numbers[:, at.COUNTS] += more
+        numbers[:, at.POSITIONS] += more
+        tokens = F.pad(emitted.clamp(min=0), (0, max(0, width - emitted.shape[1])))[:, :width]
+        trees = self._trees(torch.cat([numbers, tokens], dim=1), max(sizes.values()) + depth + 1)
+        return TreesAhead(trees, sizes, depth)
+
+    def take(self, ahead: TreesAhead, longest: int) -> Mapping[int, Draft]:
+        """Return the drafts of trees that were grown ahead, or grow others if they are not what is asked for."""
+        if not take(self.core, ahead, self.requests, longest):
+            return self.grow()
+        for r in self.requests:
+            self.core.outstanding.pop(r.row)  # no node is kept
+        return self._drafts(ahead.trees)
+
+    def _trees(self, table: Tensor, reach: int) -> Any:
+        """Grow the trees of rows, `StepInputs.table`; reach: first slot after all rows' texts."""
+        core, sampling, width = self.core, self.sampling, table.shape[1] - at.TOKENS
+        key = core.runner.key(core.cache, core.shapes, width, reach + sum(self.shape.widths))
+        key = key._replace(rare=width != core.shapes.width(self.model.depth + 1))
         known = None if sampling is None or self.is_best else sampling.known(key.kv_len, core.runner.device)
-        rows = StepInputs(array_on(host, core.runner.device), known)
+        rows = StepInputs(table, known)
         given, fixed = PlanInputs(rows), TreeKey(key.width, key.kv_len, self.shape, vocab_size=self.vocab)
         if isinstance(self.shape, PlanShape):
             on_path = None if known is None else self.shape.on_path(core.runner.device)
@@ -115,7 +164,7 @@ class TreeGrowth:
 
         trees = core.runner.run(core.cache, fixed, given, function) if recordable(sampling) else function(given)
         core.passes += self.passes
-        return self._drafts(trees)
+        return trees
 
     @property
     def is_best(self) -> bool:
