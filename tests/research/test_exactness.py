@@ -224,6 +224,16 @@ def test_speed_is_quoted_against_the_fastest_plain() -> None:
     assert other[2:] == ["1 of 3", "2 (explained: 2 tie)", "30.0", "1.50", "2.00", "0.50", "-"]
 
 
+def test_a_document_without_times_shows_none() -> None:
+    timed = [group(True, 18.0, 44.0), group(False, 20.0, 40.0)]
+    groups = [
+        {**g, "plain": {}, "runs": {"c": {k: v for k, v in g["runs"]["c"].items() if k != "tokens_per_second"}}}
+        for g in timed
+    ]
+    for cells, _ in rows({"groups": groups, "config": {"temperature": 0.8}}):
+        assert cells[2:] == ["3 of 3", "0", "-", "-", "2.00", "0.50", "-"]
+
+
 def test_exact_plain_alone_is_no_measure_of_speed() -> None:
     groups = [group(True, 18.0, 44.0), group(False, 20.0, 40.0, batch=8)]
     assert fastest_plain(groups, groups[0]) is None

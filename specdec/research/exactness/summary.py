@@ -36,8 +36,8 @@ def rows(result: Entry) -> Iterator[tuple[list[str], bool]]:
             cells = [where, name, f"{run['identical']} of {group['prompts']}"]
             cells.append(f"{others} (explained: {explained})" if others else "0")
             fastest, cost = fastest_plain(groups, group), cost_of_exact(groups, group)
-            speed = run["tokens_per_second"]
-            ratio = None if fastest is None else speed / fastest
+            speed = run.get("tokens_per_second")  # a document made while the device did other work has no times
+            ratio = None if speed is None or fastest is None else speed / fastest
             cells += [figure(speed, 1), *map(figure, (ratio, run["tokens_per_round"], run["acceptance"]))]
             yield [*cells, "-" if cost is None else f"{cost:+.1%}"], bool(group["exact"] and others)
 
@@ -52,7 +52,7 @@ def fastest_plain(groups: Sequence[Entry], group: Entry) -> float | None:
     """Tokens per second of the fastest plain run of the group's prompts; None unless plain decoding without exact mode
     was measured, because exact mode slows plain decoding too."""
     same = [g for g in _measured(groups) if all(g[k] == group[k] for k in _SETTING)]
-    if all(g["exact"] for g in same):
+    if all(g["exact"] for g in same) or any("tokens_per_second" not in g["plain"] for g in same):
         return None
     return float(max(g["plain"]["tokens_per_second"] for g in same))
 
@@ -61,7 +61,7 @@ def cost_of_exact(groups: Sequence[Entry], group: Entry) -> float | None:
     """Milliseconds of a plain pass at the fixed width over those at the fastest one, minus 1; None: not measured."""
     keys = ("part", *_SETTING)
     twins = [g for g in _measured(groups) if not g["exact"] and all(g[k] == group[k] for k in keys)]
-    if not group["exact"] or not twins:
+    if not group["exact"] or not twins or "ms_per_pass" not in group["plain"]:
         return None
     return float(group["plain"]["ms_per_pass"] / twins[0]["plain"]["ms_per_pass"] - 1)
 
