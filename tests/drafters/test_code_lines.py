@@ -1,4 +1,6 @@
-"""The promise that a new strategy is small: at most 80 lines of code a file, imports included."""
+"""The promise that a new strategy, rule or length policy is small: at most 80 lines of code.
+
+Of a strategy its file is counted, imports included; of a rule or policy, which share files, its class or function."""
 
 from __future__ import annotations
 
@@ -13,9 +15,11 @@ import specdec
 
 MOST = 80
 PACKAGE = Path(specdec.__file__).parent
-SHARED = {"base", "chain", "costs", "length", "tree_plan", "best_tree", "planned_tree", "branching", "suffix_index"}
+SHARED = {"base", "draft", "chain", "costs", "length", "suffix_index", "branching"}
+SHARED |= {"tree_plan", "best_tree", "planned_tree"}
 # Strategies that are ports or families: llama.cpp's n-gram strategies, and those that bring a model's passes or forms.
 LARGE = {"suffix", "policies", "draft_model", "eagle3", "ngram", "self_speculation"}
+DEFINITIONS = (ast.ClassDef, ast.FunctionDef)
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 
@@ -51,3 +55,14 @@ def test_a_strategy_has_at_most_80_lines_of_code(file: Path) -> None:
 def test_the_strategies_of_papers_are_among_them() -> None:
     names = {f.stem if f.parent.name == "drafters" else f.parent.name for f in strategies()}
     assert names >= {"recycling", "lookahead", "rest", "mtp", "dflash", "prompt_lookup"}
+
+
+SHARING = ["drafters/policies", "decoding/block_verification", "decoding/lossy_rules", "decoding/multi_draft"]
+
+
+@pytest.mark.parametrize("name", SHARING)
+def test_a_rule_or_policy_has_at_most_80_lines_of_code(name: str) -> None:
+    source = (PACKAGE / f"{name}.py").read_text(encoding="utf-8")
+    parts = [ast.get_source_segment(source, n) for n in ast.parse(source).body if isinstance(n, DEFINITIONS)]
+    assert parts
+    assert max(code_lines(part) for part in parts if part) <= MOST
