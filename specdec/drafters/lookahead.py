@@ -98,7 +98,7 @@ class Lookahead(TableDrafter):
         grams = torch.stack([first, *old[:, 1:].unbind(1), made], dim=-1)  # [n, W, N]
         self._window[at] = torch.cat([old[:, 1:2].roll(-1, -1), old[:, 2:], made[:, None]], dim=1)
         # A column holds an n-gram of the target's own only once the target has made every level.
-        full = [i for i, row in enumerate(rows) if self._made[row] >= self.ngram - 2]
+        full = to_device([i for i, row in enumerate(rows) if self._made[row] >= self.ngram - 2], self._device)
         self._pool.put(at[full], grams[full])
         for row in rows:
             self._made[row] += 1
