@@ -113,8 +113,11 @@ class _EntropyBound:
 class AdaEDL(LengthPolicy):
     """Stop where 1 - sqrt(gamma H(q)), a bound on acceptance, is below a threshold that follows the acceptance.
 
-    threshold: at the start; it moves by `step` towards an acceptance of `target`, smoothed by `keep`, where the
-    acceptance is a mean with the memory `memory`. Only tested tokens count, whatever was drafted.
+    Constants and update are those of Agrawal et al. 2024 (section 3.1, algorithm 1). Ours are: the first threshold,
+    which the paper sweeps from 0.3 to 0.9; that only tested tokens count; that the first round sets the mean.
+
+    threshold: at the start; it rises by `step` while the acceptance is below `target`, else it falls, but for rounds
+    that accept all of a longest draft; `keep` smooths the moves, the acceptance is a mean with the memory `memory`
     """
 
     gamma: float = 0.2
@@ -124,6 +127,7 @@ class AdaEDL(LengthPolicy):
     memory: float = 0.5
     keep: float = 0.9
     rates: dict[int, float] = field(init=False, repr=False, compare=False, default_factory=dict)
+    longest: int = field(init=False, repr=False, compare=False, default=0)
 
     def __post_init__(self) -> None:
         for name in ("threshold", "target", "step", "memory", "keep"):
@@ -139,13 +143,17 @@ class AdaEDL(LengthPolicy):
         super().begin(row)
         self.rates.pop(row, None)
 
+    def length(self, row: int, longest: int) -> int:
+        self.longest = longest
+        return longest
+
     def learn(self, row: int, accepted: int, rejected: bool) -> None:
         if accepted + rejected == 0:
             return
         new = accepted / (accepted + rejected)
         rate = self.rates[row] = self.memory * self.rates.get(row, new) + (1 - self.memory) * new
-        moved = self.levels[row] + (self.step if rate <= self.target else -self.step)
-        self.levels[row] = self.keep * self.levels[row] + (1 - self.keep) * moved
+        move = self.step if rate < self.target else 0.0 if accepted == self.longest else -self.step
+        self.levels[row] += (1 - self.keep) * move
 
 
 @dataclass(frozen=True)
