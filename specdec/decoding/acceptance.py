@@ -176,7 +176,7 @@ class Verdict:
         return torch.where(steps < self.accepted[:, None], draft, self.token[:, None]), columns
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True)
 class AcceptanceRule:
     """A rule: two functions of a `Block`, a third for trees, and what they promise.
 
@@ -204,47 +204,9 @@ class AcceptanceRule:
     same_text: bool = False
     distance: Callable[[Block, Verdict], Tensor] | None = None
 
-    def __init__(
-        self,
-        name: str,
-        proposal: str,
-        accepts: Any = None,
-        next_token: Any = None,
-        lossy: bool = False,
-        pick_child: Any = None,
-        recordable: bool = False,
-        same_text: bool = False,
-        distance: Any = None,
-        *,
-        stands: Any = None,
-        follow: Any = None,
-        descend: Any = None,
-    ):
-        # The last three are what these functions were called until version 0.1.
-        functions = {
-            "accepts": accepts or stands, "next_token": next_token or follow, "pick_child": pick_child or descend
-        }  # fmt: skip
-        if functions["accepts"] is None or functions["next_token"] is None:
-            raise SpecdecError(f"acceptance rule {name!r}: give accepts(block) and next_token(block, column)")
-        flags = {"lossy": lossy, "recordable": recordable, "same_text": same_text}
-        own = {"name": name, "proposal": proposal, "distance": distance or (is_not_own if lossy else None)}
-        for field, value in {**own, **functions, **flags}.items():
-            object.__setattr__(self, field, value)
-
-    @property
-    def stands(self) -> Callable[[Block], Tensor]:
-        """`accepts`, by its name until version 0.1."""
-        return self.accepts
-
-    @property
-    def follow(self) -> Callable[[Block, Tensor], Tensor]:
-        """`next_token`, by its name until version 0.1."""
-        return self.next_token
-
-    @property
-    def descend(self) -> Callable[[Block, Tensor], Tensor] | None:
-        """`pick_child`, by its name until version 0.1."""
-        return self.pick_child
+    def __post_init__(self) -> None:
+        if self.lossy and self.distance is None:
+            object.__setattr__(self, "distance", is_not_own)
 
     def keeps_text(self, greedy: bool) -> bool:
         """True if the tokens must be plain decoding's for the same seed."""

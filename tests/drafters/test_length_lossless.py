@@ -21,7 +21,7 @@ from specdec.decoding.result import Generation
 from specdec.drafters import length
 from specdec.drafters.length import LengthController
 from specdec.sampling.sampling import Purpose, uniform
-from tests.helpers.laws import Fit, cell, fit, samples, small_model, three_token_law, three_tokens
+from tests.helpers.laws import Fit, cell, check_fit, fit, samples, small_model, three_token_law, three_tokens
 
 V = 13
 PROMPT = [5, 7, 5, 7, 5]
@@ -63,6 +63,7 @@ def fitted(out: Generation) -> Fit:
     return fit(cell(out.token_ids, V), three_token_law(small_model(3, V), PROMPT, 0.8))
 
 
+@pytest.mark.law
 @pytest.mark.fast(1, again=True)
 @pytest.mark.parametrize(
     "strategies",
@@ -74,8 +75,7 @@ def test_the_first_three_tokens_follow_the_targets_law_with_automatic_length(
 ) -> None:
     out = sample(strategies, SAMPLES)
     result = fitted(out)
-    record_property("fit", str(result))
-    assert result.holds, str(result)
+    check_fit(result, record_property)
     counts = out.stats.counters["draft-model"]
     if not isinstance(strategies[0], Ahead):  # which learns too late for three tokens
         assert counts.n_skipped > SAMPLES / 20  # lengths did change within the three tokens
@@ -93,7 +93,7 @@ def _stands(block: Block) -> Tensor:
     return LEVIATHAN.accepts(block)
 
 
-WATCHED = AcceptanceRule("watched", "sample", _stands, LEVIATHAN.next_token, descend=LEVIATHAN.pick_child)
+WATCHED = AcceptanceRule("watched", "sample", _stands, LEVIATHAN.next_token, pick_child=LEVIATHAN.pick_child)
 
 
 class LooksBehindTheRejection(LengthController):
@@ -143,6 +143,7 @@ CONTROLS = {
 }
 
 
+@pytest.mark.law
 @pytest.mark.full
 @pytest.mark.parametrize("name", CONTROLS)
 def test_a_controller_that_sees_too_much_is_rejected(
@@ -151,6 +152,4 @@ def test_a_controller_that_sees_too_much_is_rejected(
     controller, flat, holds = CONTROLS[name]
     monkeypatch.setattr(call_module, "LengthController", controller)
     result = fitted(sample([DraftModel()], CONTROL_SAMPLES * (5 if flat else 1), WATCHED, flat))
-    record_property("fit", str(result))
-    print(result)
-    assert result.holds is holds, str(result)
+    check_fit(result, record_property, holds)

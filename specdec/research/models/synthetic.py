@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from specdec.config import check_number, check_whole
-from specdec.decoding.acceptance import AcceptanceRule, Block
+from specdec.decoding.acceptance import AcceptanceRule, Block, own_token
 from specdec.errors import SpecdecError
 from specdec.sampling.sampling import Purpose, uniform
 
@@ -64,13 +64,10 @@ def synthetic(k: int, length: float | None = None, rates: Sequence[float] | None
         raise SpecdecError(f"synthetic: rates must be in [0, 1] and must not rise, got {chosen}")
     conditional = [*conditional_rates(chosen), 0.0]
 
-    def stands(block: Block) -> Tensor:
+    def accepts(block: Block) -> Tensor:
         table = torch.tensor(conditional, device=block.scores.device)
         done = torch.zeros_like(block.lengths) if block.done is None else block.done
         place = (done[:, None] + block.columns).clamp(max=k)
         return uniform(block.streams(Purpose.ACCEPT)) < table[place]
 
-    def follow(block: Block, column: Tensor) -> Tensor:
-        return block.own[torch.arange(len(column), device=column.device), column]
-
-    return AcceptanceRule("synthetic", "argmax", stands, follow, lossy=True)
+    return AcceptanceRule("synthetic", "argmax", accepts, own_token, lossy=True)
