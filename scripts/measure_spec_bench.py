@@ -2,7 +2,7 @@
 
     python scripts/measure_spec_bench.py --target demo-target --draft demo-draft --out results/spec_bench_embedded.json
     python scripts/measure_spec_bench.py --target smollm2 --coarsen 0.2 --texts results/texts_smollm2.npz \
-        --device cuda --each 20 --new-tokens 96 --out results/spec_bench_smollm2.json
+        --device cuda --each 20 --new-tokens 96 --batch 20 --out results/spec_bench_smollm2.json
     python scripts/measure_spec_bench.py --target smollm2 --head runs/eagle3_smollm2/head --each 40 --new-tokens 64 \
         --device cuda --batch 40 --out results/eagle3_smollm2.json
     python scripts/write_results.py    # the tables of docs/validation.md and docs/eagle.md
@@ -127,7 +127,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     folder = str(fetch_folder()) if given.target == "smollm2" else given.target
-    how = {"compile": "graph"} if given.head is not None and given.device != "cpu" else {}  # trees have many widths
+    how: dict[str, Any] = {} if given.device == "cpu" else {"compile": "graph"}  # trees have many widths
     decoder = SpeculativeDecoder.from_pretrained(folder, given.draft, dtype="float32", device=given.device, **how)
     strategies = dict(STRATEGIES)
     if given.head is not None:
@@ -135,7 +135,7 @@ def main() -> None:
         strategies |= {"suffix": "suffix", **{n: f"eagle3:head={given.head}:{how}" for n, how in HEAD.items()}}
     elif given.draft is None:
         draft = coarsen(decoder.target.model, given.coarsen)
-        decoder = SpeculativeDecoder(decoder.target.model, draft, tokenizer=decoder.tokenizer, check=False)
+        decoder = SpeculativeDecoder(decoder.target.model, draft, tokenizer=decoder.tokenizer, check=False, **how)
     kept = {text.id: text.output for text in load_texts(given.texts)} if given.texts and given.device == "cpu" else {}
     all_texts = summary(replayed(given.texts), ["prompt-lookup, all texts"]) if given.texts else {}
     draft_name = given.draft or f"the target, coarsened by {given.coarsen:g}"
