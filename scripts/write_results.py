@@ -15,6 +15,7 @@
     python scripts/sweep_models.py --out results/models.json               # docs/models.md
     python scripts/measure_block_verification.py --out results/block_verification.json     # docs/validation.md
     python scripts/measure_alpha.py --out results/alpha.json               # docs/validation.md
+    python scripts/measure_multi_draft.py --out results/multi_draft.json   # docs/validation.md
     python scripts/measure_spec_bench.py ... --out results/spec_bench_WHAT.json            # docs/validation.md
     python scripts/write_results.py
 
@@ -141,18 +142,44 @@ def _exactness_head(result: Result) -> str:
     )
 
 
+RULES_LAW = "every_rule_follows_the_target_under_every_processor"
+TWIN_LAWS = {  # test of the right one -> test of its broken twin
+    "every_strategy_follows_the_target": "a_strategy_that_claims_another_q_is_rejected",
+    "every_length_policy_follows_the_target": "a_length_policy_that_takes_back_sampled_tokens_is_rejected",
+}
+
+
 def laws_block(result: Result) -> str:
     """Show how well every case of the losslessness tests fits the enumerated distribution."""
-    rows = []
-    for case in sorted(result["cases"], key=lambda c: (-c["samples"], c["test"])):
-        statistic = "infinite" if case["statistic"] is None else f"{case['statistic']:.0f}"
-        fits = case["statistic"] is not None and case["statistic"] < case["critical"]
-        name = case["test"].removeprefix("test_").replace("_", " ").replace("[", ": ").rstrip("]")
-        name = name.replace("targets law", "target's distribution").replace(" law", " distribution")
-        figures = [f"{case['samples']:,}", statistic, f"{case['critical']:.0f}", f"{case['total_variation']:.3f}"]
-        rows.append([name, *figures, "follows the distribution" if fits else "rejected"])
-    heads = ("case", "samples", "chi-square", "99.9 % quantile", "total variation", "verdict")
-    return f"{made_with(result, 'scripts/measure_laws.py')}\n\n{markdown(heads, rows)}"
+    found: dict[str, dict[str, list[Any]]] = {}
+    for test, *figures in result["cases"]:
+        name, _, case = test.rstrip("]").partition("[")
+        found.setdefault(name, {})[case] = figures
+    rules = {case.rpartition("-")[::2]: figures for case, figures in found.pop(RULES_LAW, {}).items()}
+    processors, names = ([*dict.fromkeys(key[i] for key in rules)] for i in (1, 0))
+    rows = [[f"`{n}`", *(_fit(rules[n, p]) if (n, p) in rules else "-" for p in processors)] for n in names]
+    sizes = " to ".join(f"{n:,}" for n in sorted({figures[0] for figures in rules.values()}))
+    said = f"{made_with(result, 'scripts/measure_laws.py')} {sizes} samples a case of the rules."
+    parts = [said, markdown(["rule", *processors], rows)] if rules else [made_with(result, "scripts/measure_laws.py")]
+    for law, twin in TWIN_LAWS.items():
+        right, wrong = found.pop(law, {}), found.pop(twin, {})
+        rows = [[case, _fit(figures), _fit(wrong[case]) if case in wrong else "-"] for case, figures in right.items()]
+        parts.append(markdown([law.split("_follows")[0].replace("_", " "), "fit", "broken twin"], rows))
+    rows = [
+        [f"{name.replace('_', ' ')}: {case}".removesuffix(": "), f"{figures[0]:,}", _fit(figures), _verdict(figures)]
+        for name, cases in found.items()
+        for case, figures in cases.items()
+    ]
+    return "\n\n".join([*parts, markdown(("other cases", "samples", "fit", "verdict"), rows)])
+
+
+def _fit(figures: list[Any]) -> str:
+    """The statistic and the quantile that it must stay below."""
+    return f"{'infinite' if figures[1] is None else format(figures[1], ',.0f')} of {figures[2]:,.0f}"
+
+
+def _verdict(figures: list[Any]) -> str:
+    return "follows the distribution" if figures[1] is not None and figures[1] < figures[2] else "rejected"
 
 
 def what_if_block(results: list[Result]) -> str:
@@ -349,6 +376,27 @@ def block_verification_block(result: Result) -> str:
     return "\n\n".join([f"{head} {said}", fresh, parts[0], whole, parts[1]])
 
 
+def multi_draft_block(result: Result) -> str:
+    """Acceptance and accepted length of rules for several drafts, each beside the optimum."""
+    sizes = [*dict.fromkeys(e["siblings"] for e in result["rows"])]
+    rows = [
+        [f"`{rule}`", *(f"{e[a]:.3f} of {e[b]:.3f}" for e in result["rows"] if e["rule"] == rule)]
+        for a, b in (("acceptance", "optimum"), ("length", "longest"))
+        for rule in dict.fromkeys(e["rule"] for e in result["rows"])
+    ]
+    heads, half = [f"{k} sibling{'s' * (k > 1)}" for k in sizes], len(rows) // 2
+    said = (
+        f"{result['pairs']} random pairs of p and q over {result['tokens']} tokens; the optimum comes last in a cell."
+    )
+    return "\n\n".join(
+        [
+            f"{made_with(result, 'scripts/measure_multi_draft.py')} {said}",
+            markdown(["acceptance of a node", *heads], rows[:half]),
+            markdown([f"accepted length, {result['levels']} levels", *heads], rows[half:]),
+        ]
+    )
+
+
 def baselines_block(result: Result) -> str:
     """Every baseline in one table and one plot."""
     names = ("tokens_per_round", "conditional_acceptance_rate", "draft_acceptance_rate")
@@ -479,6 +527,7 @@ BLOCKS = [
     Block("docs/validation.md", ["baselines"], each(baselines_block), "baselines"),
     Block("docs/validation.md", ["block_verification"], each(block_verification_block), "block"),
     Block("docs/validation.md", ["spec_bench_smollm2", "spec_bench_embedded"], each(spec_bench_block), "spec-bench"),
+    Block("docs/validation.md", ["multi_draft"], each(multi_draft_block), "multi-draft"),
     Block("docs/validation.md", ["alpha"], each(alpha_block), "alpha"),
     # The second cost is of a machine several times slower.
     Block(

@@ -27,6 +27,7 @@ from specdec.decoding.acceptance import (
     judge,
     register_rule,
 )
+from specdec.decoding.multi_draft import EAGLE, GUMBEL_LIST, SPECINFER
 from specdec.errors import SpecdecError
 from specdec.sampling.sampling import Purpose, Sampling, fold, race, streams, uniform
 from tests.helpers.broken import BROKEN_RULES
@@ -281,7 +282,7 @@ def test_a_token_that_only_the_draft_allows_never_stands() -> None:
     assert (verdict.token == 1).all()
 
 
-@pytest.mark.parametrize("rule", [MATCH, LEVIATHAN], ids=lambda r: r.name)
+@pytest.mark.parametrize("rule", [MATCH, LEVIATHAN, COUPLED, EAGLE, SPECINFER, GUMBEL_LIST], ids=lambda r: r.name)
 @pytest.mark.parametrize("bad", [float("nan"), float("-inf"), float("inf")])
 def test_a_broken_position_fails_only_rows_that_reach_it(rule: AcceptanceRule, bad: float) -> None:
     sure, other = [1.0, 0.0, 0.0], [0.0, 1.0, 0.0]

@@ -1,14 +1,8 @@
-"""Losslessness: samples follow the target's law, which is enumerated exactly, and wrong rules and drafters do not.
-
-Every case draws the first three tokens 8,000 times (3,000 in the fast tier): enough to reject a distribution that is
-3 % off in total variation, 60 times of 60. scripts/measure_laws.py draws 50,000. The negative controls draw 3,000, so
-that they are rejected for no more evidence than the right implementation is given to fail.
-"""
+"""Losslessness beside test_laws.py: chunks, drafts that are the target, wrong drafters, and one text for one seed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -19,8 +13,8 @@ from specdec.decoding.acceptance import AcceptanceRule
 from specdec.decoding.result import Generation
 from specdec.drafters import DraftModel, NgramSimple, PromptLookup
 from specdec.models.runner import Shapes
-from tests.helpers.broken import BROKEN_RULES, CUTS_OUTSIDE, FAULTS, SampledDrafter
-from tests.helpers.laws import Fit, cell, fit, samples, small_model, three_token_law, three_tokens
+from tests.helpers.broken import CUTS_OUTSIDE, FAULTS, SampledDrafter
+from tests.helpers.laws import Fit, cell, check_fit, fit, samples, small_model, three_token_law, three_tokens
 
 V = 13
 PROMPT = [5, 7, 5, 7, 5]  # repeats, so that prompt lookup drafts from the first round on
@@ -49,103 +43,38 @@ def _fit(out: Generation, temperature: float = 0.8, **law: float) -> Fit:
     return fit(cell(out.token_ids, V), three_token_law(small_model(3, V), PROMPT, temperature, **law))
 
 
-@dataclass(frozen=True)
-class Case:
-    """acceptance, strategies; draft: the draft model's (seed, vocabulary); cuts: sampling options."""
-
-    acceptance: str
-    strategies: tuple[Any, ...]
-    draft: tuple[int, int] | None = (1, V)
-    cuts: dict[str, float] = field(default_factory=dict)
-    seed: int = 0
-
-
-CASES = {
-    "match, model": Case("match", (DraftModel(n_max=2),), (4, V)),
-    "match, lookup": Case("match", (PromptLookup(n_max=2),), None),
-    "match, lookup then model": Case("match", LOOKUP_THEN_MODEL, cuts={"top_p": 0.9}),
-    "coupled, model": Case("coupled", (DraftModel(n_max=2),)),
-    "coupled, lookup then model, top_p": Case("coupled", LOOKUP_THEN_MODEL, cuts={"top_p": 0.9}),
-    "leviathan, model": Case("leviathan", (DraftModel(n_max=2),)),
-    "leviathan, model, min_p": Case("leviathan", (DraftModel(n_max=2),), cuts={"min_p": 0.15}),
-    "leviathan, draft of a smaller vocabulary, top_k": Case(
-        "leviathan", (DraftModel(n_max=2),), (1, V - 4), cuts={"top_k": 6}
-    ),
-    "leviathan, draft of a larger vocabulary, top_p": Case(
-        "leviathan", (DraftModel(n_max=2),), (1, V + 4), cuts={"top_p": 0.85}
-    ),
-    "leviathan, lookup": Case("leviathan", (PromptLookup(n_max=2),), None),
-    "leviathan, lookup then model": Case("leviathan", LOOKUP_THEN_MODEL),
-    "leviathan, model with p_min then lookup": Case(
-        "leviathan", (DraftModel(n_max=2, p_min=0.22), PromptLookup(n_max=2))
-    ),
-    "leviathan, p_min and n_min": Case("leviathan", (DraftModel(n_max=2, n_min=1, p_min=0.3),)),
-}
-
-
-@pytest.mark.fast(4, again=True)
-@pytest.mark.parametrize("name", CASES)
-def test_the_first_three_tokens_follow_the_targets_law(name: str, record_property: Any) -> None:
-    """Row 12 of the faults in the wild: sampling that is none, and a first token that nobody verifies."""
-    case = CASES[name]
-    draft = small_model(*case.draft) if case.draft else None
-    out = _sample(draft, case.strategies, SAMPLES, acceptance=case.acceptance, seed=case.seed, **case.cuts)
-    result = _fit(out, **case.cuts)
-    record_property("fit", str(result))
-    assert result.holds, str(result)
-    for label, tally in out.stats.to_dict()["strategies"].items():  # every strategy was really put to the test
-        assert 0.05 < tally["accepted_tokens"] / tally["draft_tokens"] < 0.95, label
-        assert tally["draft_tokens"] > SAMPLES / 10, label
-
-
+@pytest.mark.law
 @pytest.mark.full
-def test_draft_equal_to_the_target_follows_the_targets_law_and_always_stands() -> None:
+def test_draft_equal_to_the_target_follows_the_targets_law_and_always_stands(record_property: Any) -> None:
     target = small_model(3, V)
     out = _sample(target, [DraftModel(n_max=2)], SAMPLES, acceptance="leviathan")
-    result = _fit(out)
-    print(result)
-    assert result.holds, str(result)
+    check_fit(_fit(out), record_property)
     assert out.stats.accepted_tokens >= out.stats.draft_tokens - 2  # passes of other shapes differ by 1e-6
 
 
+@pytest.mark.law
 @pytest.mark.full
-def test_drafts_verified_in_chunks_follow_the_targets_law(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_verified_in_chunks_follow_the_targets_law(
+    monkeypatch: pytest.MonkeyPatch, record_property: Any
+) -> None:
     """Two fed tokens a pass: a draft of four goes over three passes, its q with it."""
     chunked = Shapes((*range(1, 18),), 2, 32)
     monkeypatch.setattr(Shapes, "choose", staticmethod(lambda *_: chunked))
     out = _sample(small_model(1, V), [DraftModel(n_max=4)], SAMPLES // 2, acceptance="leviathan", max_new_tokens=5)
-    result = _fit(out)
-    print(result)
-    assert result.holds, str(result)
+    check_fit(_fit(out), record_property)
     assert out.stats.verify_passes > 3 * SAMPLES / 2 / 500
-
-
-@pytest.mark.fast(1)
-@pytest.mark.parametrize("acceptance", ["match", "leviathan", "coupled"])
-def test_penalties_apply_to_the_accepted_text_in_the_sampled_law(acceptance: str) -> None:
-    options = {"repetition_penalty": 1.8}
-    out = _sample(small_model(1, V), LOOKUP_THEN_MODEL, CONTROL_SAMPLES, acceptance=acceptance, **options)
-    assert _fit(out, **options).holds, str(_fit(out, **options))
-    assert not _fit(out).holds  # without the penalty in the law, this sample is not the law's
 
 
 # -- negative controls: the test above must reject each of these -----------------------------------------------------
 
 
-@pytest.mark.parametrize("name", BROKEN_RULES)
-def test_a_broken_rule_is_rejected(name: str, record_property: Any) -> None:
-    result = _control([DraftModel(n_max=2)], BROKEN_RULES[name])
-    record_property("fit", str(result))
-    assert not result.holds, str(result)
-
-
+@pytest.mark.law
 @pytest.mark.fast(2)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_broken_drafter_is_rejected(fault: str, record_property: Any) -> None:
     draft = _flat(V) if fault == "reuses-noise" else small_model(1, V)
     result = _control([SampledDrafter(draft, V, fault)], n=3 * CONTROL_SAMPLES if fault == "reuses-noise" else None)
-    record_property("fit", str(result))
-    assert not result.holds, str(result)
+    check_fit(result, record_property, holds=False)
 
 
 def test_a_draft_cut_at_ids_outside_the_vocabulary_is_refused() -> None:

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from specdec import theory
 from specdec.decoding.acceptance import COUPLED, LEVIATHAN, MATCH, AcceptanceRule, Block, judge
+from specdec.decoding.block_verification import BLOCK
+from specdec.decoding.multi_draft import EAGLE, GUMBEL_LIST, SPECINFER
 from specdec.drafters.siblings import LEAST, sample_siblings
 from specdec.drafters.tree_plan import plan_parents
 from specdec.errors import SpecdecError
@@ -21,7 +23,7 @@ from specdec.sampling.sampling import Purpose, Sampling, exponential, fold, race
 from tests.decoding.test_acceptance import check, make_block
 from tests.helpers.branching import FAULTS, FIRST, Language, block_of, draft, sample
 from tests.helpers.broken import BROKEN_RULES, BROKEN_TREE_RULES
-from tests.helpers.laws import fit, samples
+from tests.helpers.laws import check_fit, fit, samples
 
 V = 6
 TARGET, SOURCE = Language.random(1, V), Language.random(2, V)
@@ -193,6 +195,7 @@ PLANS: dict[str, Any] = {
 }
 
 
+@pytest.mark.law
 @pytest.mark.fast(3, again=True)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("rule", [LEVIATHAN, MATCH, COUPLED], ids=lambda r: r.name)
@@ -201,26 +204,27 @@ def test_three_tokens_after_a_tree_follow_the_targets_law(
 ) -> None:
     cells, verdict = sample(TARGET, SOURCE, plan_parents(PLANS[plan]), rule, SAMPLES)
     result = fit(cells, TARGET.three_tokens())
-    record_property("fit", str(result))
-    assert result.holds, str(result)
+    check_fit(result, record_property)
     assert 0.3 < float(verdict.accepted.float().mean()) < 2.9
 
 
-CUTS = [(3, 0), (0, 4), (3, 4), (4, 3), (0, 5), (4, 5)]
+FAINT = [((0, 4), 1e-37), ((0, 4), 1e-41), ((4, 5), 1e-30), ((0, 5), 1e-38)]
+CUTS = [*((cuts, 0.0) for cuts in ((3, 0), (0, 4), (3, 4), (4, 3), (0, 5), (5, 0), (5, 5), (4, 5))), *FAINT]
 
 
-@pytest.mark.fast(3)
+@pytest.mark.fast(6)
+@pytest.mark.parametrize(("cuts", "faint"), CUTS)
 @pytest.mark.parametrize(
-    ("cuts", "faint"), [*((c, 0.0) for c in CUTS), ((0, 4), 1e-37), ((0, 4), 1e-41), ((4, 5), 1e-30), ((0, 5), 1e-38)]
+    "rule", [MATCH, LEVIATHAN, COUPLED, SPECINFER, GUMBEL_LIST, EAGLE, BLOCK], ids=lambda r: r.name
 )
 def test_laws_that_were_cut_follow_the_targets_law_also_where_the_draft_has_too_few_tokens(
-    cuts: Any, faint: float
+    rule: AcceptanceRule, cuts: Any, faint: float
 ) -> None:
     """Tokens without probability in p, in q (4 of 6: two tokens for three siblings; 5: one), or in both, and tokens
     whose probability is so small that float32 hardly holds it, or less."""
     target, source = (Language.random(i + 1, V, cut=cut, faint=faint) for i, cut in enumerate(cuts))
-    cells, verdict = sample(target, source, plan_parents((3, 2)), LEVIATHAN, SAMPLES // 2)
-    result = fit(cells, target.three_tokens())
+    cells, verdict = sample(target, source, plan_parents((3, 2)) if rule.pick_child else (-1, 0), rule, SAMPLES // 6)
+    result = fit(cells, target.three_tokens(), tests=len(CUTS))
     assert result.holds, str(result)
     assert verdict.unsound is not None
     assert not verdict.unsound.any()
@@ -268,20 +272,20 @@ def test_a_deterministic_tree_follows_the_targets_law_under_leviathan() -> None:
     assert fit(cells, TARGET.three_tokens()).holds
 
 
+@pytest.mark.law
 @pytest.mark.parametrize("name", BROKEN_TREE_RULES)
 def test_a_broken_tree_rule_is_rejected(name: str, record_property: Any) -> None:
     cells, _ = sample(TARGET, SOURCE, plan_parents((2, 2)), BROKEN_TREE_RULES[name], CONTROL_SAMPLES)
     result = fit(cells, TARGET.three_tokens())
-    record_property("fit", str(result))
-    assert not result.holds, str(result)
+    check_fit(result, record_property, holds=False)
 
 
+@pytest.mark.law
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_broken_tree_drafter_is_rejected(fault: str, record_property: Any) -> None:
     cells, _ = sample(TARGET, SOURCE, plan_parents((3, 2)), LEVIATHAN, CONTROL_SAMPLES, fault)
     result = fit(cells, TARGET.three_tokens())
-    record_property("fit", str(result))
-    assert not result.holds, str(result)
+    check_fit(result, record_property, holds=False)
 
 
 def test_a_tree_whose_siblings_claim_q_without_being_drawn_from_it_is_rejected() -> None:

@@ -16,7 +16,7 @@ from specdec.models.runner import Runner, Shapes
 from specdec.models.trees import Paths, Tree, TreePass, depths_of, path_to
 from specdec.research.traces.trace import record
 from specdec.stats import RoundRecord, Tally
-from tests.helpers.laws import cell, fit, samples, small_model, three_token_law, three_tokens
+from tests.helpers.laws import small_model
 from tests.helpers.playing import check_counts, counting_passes, rest_of, weaker
 from tests.helpers.tiny import tiny_model
 from tests.oracle import oracle_greedy, oracle_logits
@@ -204,30 +204,6 @@ def test_logits_after_an_accepted_path_equal_those_of_a_fresh_prefill(kind: str)
     after = runner.step(cache, shapes, torch.tensor([[17], [0]]), [13, 0], [1, 0]).logits[0, 0]
     fresh = oracle_logits(model, [*text, 12, 14, 16, 17])[-1]
     torch.testing.assert_close(after, fresh, atol=1e-4, rtol=1e-4)
-
-
-LOSSLESS: dict[str, tuple[str, Any, dict[str, Any]]] = {
-    "leviathan": ("leviathan", DraftModel(tree=[2, 2]), {}),
-    "leviathan, top_p": ("leviathan", DraftModel(tree=[4, 1]), {"top_p": 0.85}),
-    "leviathan, penalty": ("leviathan", DraftModel(tree=[2, 1]), {"repetition_penalty": 1.8}),
-    "leviathan, branching": ("leviathan", DraftModel(branches=3, p_split=0.15, p_min=0.15, n_max=2), {}),
-    "leviathan, fewer tokens than children": ("leviathan", DraftModel(tree=[4, 2]), {"top_k": 2}),
-    "coupled": ("coupled", DraftModel(tree=[4, 2]), {}),
-}
-
-
-@pytest.mark.fast(1)
-@pytest.mark.parametrize("name", LOSSLESS)
-def test_texts_drafted_as_trees_follow_the_targets_law(name: str, record_property: Any) -> None:
-    """Three tokens over as many rounds as they take, drafted, verified and compacted by the engine."""
-    acceptance, drafter, law = LOSSLESS[name]
-    vocab, prompt, n = 13, [5, 7, 5, 7, 5], samples(1_500 if "penalty" in name else 4_000, 1_500)
-    decoder = SpeculativeDecoder(small_model(3, vocab), small_model(1, vocab), strategies=[], check=False)
-    out = three_tokens(decoder, prompt, n, strategies=[drafter], acceptance=acceptance, **law)
-    result = fit(cell(out.token_ids, vocab), three_token_law(small_model(3, vocab), prompt, 0.8, **law))
-    record_property("fit", str(result))
-    assert result.holds, str(result)
-    assert 0.05 < out.stats.acceptance_rate_per_position[0] < 0.98
 
 
 @pytest.mark.fast(2)

@@ -1,4 +1,4 @@
-"""DFlash: drafts against a forward pass written from the layout's description, without a cache; files; the law."""
+"""DFlash: drafts against a forward pass written from the layout's description, without a cache; files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from specdec.drafters.dflash.files import default_layers, describe, load_block_h
 from specdec.drafters.dflash.head import BlockHead
 from specdec.drafters.dflash.strategy import DFlash
 from specdec.models.runner import Runner
-from tests.helpers.laws import Fit, cell, fit, samples, small_model, three_token_law, three_tokens
 from tests.helpers.playing import check_counts, quoting_ids
 from tests.helpers.recording import Rerun
 from tests.helpers.tiny import tiny_model
@@ -145,34 +144,6 @@ def test_text_is_plain_decodings(batch: int, tmp_path: Path) -> None:
     assert (
         dec.generate(PROMPTS, 10, strategies=[DFlash(folder)], batch_size=batch, **options).token_ids == plain.token_ids
     )
-
-
-# -- the law -----------------------------------------------------------------------------------------------------------
-
-V, PROMPT = 7, [1, 4, 2, 4]
-
-
-def law_of(folder: Path, n: int) -> tuple[Fit, Any]:
-    target = small_model(3, V, num_hidden_layers=2)
-    head = saved(folder / "head", head_config(target, [0], num_hidden_layers=1, num_attention_heads=2), 5)
-    dec = SpeculativeDecoder(target, check=False)
-    out = three_tokens(dec, PROMPT, n, acceptance="leviathan", seed=2, strategies=[DFlash(head)])
-    return fit(cell(out.token_ids, V), three_token_law(target, PROMPT, 0.8)), out
-
-
-def test_the_first_three_tokens_follow_the_targets_law(tmp_path: Path) -> None:
-    result, out = law_of(tmp_path, samples(8_000, 1_500))
-    assert result.holds, str(result)
-    assert 0.05 < out.stats.acceptance < 0.95
-
-
-def test_q_over_other_ids_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The twin: q has the right numbers at the wrong ids."""
-    from specdec.drafters.eagle3 import strategy
-
-    proposal: Any = strategy.Proposal
-    monkeypatch.setattr(strategy, "Proposal", lambda tokens, lengths, q: proposal(tokens, lengths, q.flip(-1)))
-    assert not law_of(tmp_path, 1_500)[0].holds
 
 
 # -- files -------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""mtp: drafts against transformers' own MtpModel, called from scratch; plain decoding's text; the law."""
+"""mtp: drafts against transformers' own MtpModel, called from scratch; plain decoding's text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from specdec import SpecdecError, SpeculativeDecoder
 from specdec.drafters.mtp import Mtp, MtpHead
 from specdec.models.runner import Runner
 from specdec.stats import DraftWarning
-from tests.helpers.laws import cell, fit, samples, three_token_law, three_tokens
 from tests.helpers.playing import check_counts
 from tests.helpers.recording import Rerun
 from tests.helpers.tiny import tiny_model
@@ -101,26 +100,6 @@ def test_text_is_plain_decodings() -> None:
         out = dec.generate(prompts, 10, strategies=[Mtp(mtp, n_max=2)], batch_size=2, **options)
         assert out.token_ids == plain.token_ids
         check_counts(out)
-
-
-def law_holds(n: int) -> bool:
-    target, mtp = pair("glm4_moe")
-    dec = SpeculativeDecoder(target, check=False)
-    out = three_tokens(dec, [1, 2, 3], n, acceptance="leviathan", seed=2, strategies=[Mtp(mtp, n_max=2)])
-    assert 0.05 < out.stats.acceptance < 0.95
-    return fit(cell(out.token_ids, 6), three_token_law(target, [1, 2, 3], 0.8)).holds
-
-
-def test_the_first_three_tokens_follow_the_targets_law() -> None:
-    assert law_holds(samples(8_000, 1_500))
-
-
-def test_q_over_other_ids_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    from specdec.drafters.eagle3 import strategy
-
-    proposal: Any = strategy.Proposal
-    monkeypatch.setattr(strategy, "Proposal", lambda tokens, lengths, q: proposal(tokens, lengths, q.flip(-1)))
-    assert not law_holds(1_500)
 
 
 def test_targets_and_heads_that_do_not_fit_are_refused() -> None:

@@ -116,6 +116,8 @@ def sample(
     proposal = proposal or rule.proposal
     made = draft(source, parents, keys, proposal, fault)
     block = block_of(target, parents, made, keys, proposal in ("sample", "independent") if claims is None else claims)
+    if rule.pick_child is None:  # it judges chains only, which these must then be
+        block.tree = None
     verdict = judge(block, rule)
     out, _ = verdict.emitted(block.draft)
     out = torch.nn.functional.pad(out, (0, 3))[:, :3]

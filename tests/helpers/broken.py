@@ -7,12 +7,15 @@ the controls are rejected for their fault and not for the way they are built.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from specdec.decoding.acceptance import LEVIATHAN, MATCH, AcceptanceRule, Block, children_of
+from specdec.decoding.acceptance import COUPLED, LEVIATHAN, MATCH, AcceptanceRule, Block, children_of, own_token
+from specdec.decoding.block_verification import BLOCK, prefix_weights
+from specdec.decoding.multi_draft import EAGLE, GUMBEL_LIST
 from specdec.drafters.base import Draft, DraftRequest
 from specdec.sampling.sampling import Purpose, fold, race, streams, uniform
 
@@ -105,6 +108,27 @@ BROKEN_RULES = {
         AcceptanceRule("no-residual", "sample", LEVIATHAN.accepts, _follow_target, lossy=True),
         AcceptanceRule("residual-by-rank", "sample", LEVIATHAN.accepts, _follow_ranked, lossy=True),
     )
+}
+
+
+def _by_weight(block: Block) -> Tensor:
+    """Accepts the longest prefix by its joint ratio alone, which is right for the last token only."""
+    if block.q is None:
+        return MATCH.accepts(block)
+    coins = uniform(block.streams(Purpose.ACCEPT, fresh=True))
+    allowed = block.tested & (coins < prefix_weights(block)[:, 1:])
+    return block.columns < ((block.columns + 1) * allowed).amax(dim=-1, keepdim=True)
+
+
+# Rule -> fault -> the rule with it. Every lossless rule of the package has one at least.
+TWINS: dict[str, dict[str, AcceptanceRule]] = {
+    "match": {"accepts all": AcceptanceRule("all", "argmax", _all_stand, own_token)},
+    "coupled": {"accepts all": AcceptanceRule("all", "coupled", _all_stand, own_token)},
+    "leviathan": {**BROKEN_RULES, "no residual between": BROKEN_TREE_RULES["no-residual-between-siblings"]},
+    "block": {"accepts by weight": replace(BLOCK, accepts=_by_weight)},
+    "specinfer": {"no residual": replace(BROKEN_TREE_RULES["no-residual-between-siblings"], proposal="independent")},
+    "gumbel-list": {"token of the first list": replace(GUMBEL_LIST, next_token=COUPLED.next_token)},
+    "eagle": {"no residual": replace(EAGLE, next_token=own_token)},
 }
 
 FAULTS = (

@@ -216,3 +216,9 @@ class Fit:
 def fit(samples: np.ndarray, law: np.ndarray, tests: int = 1) -> Fit:
     """Samples as cell indices [n] against a law [C]."""
     return Fit(np.bincount(samples, minlength=len(law)), law, tests)
+
+
+def check_fit(result: Fit, record_property: Any, holds: bool = True) -> None:
+    """Keep the result for scripts/measure_laws.py, and fail unless it is as it must be."""
+    record_property("fit", str(result))
+    assert result.holds == holds, str(result)
