@@ -209,7 +209,7 @@ def test_three_tokens_after_a_tree_follow_the_targets_law(
 
 
 FAINT = [((0, 4), 1e-37), ((0, 4), 1e-41), ((4, 5), 1e-30), ((0, 5), 1e-38)]
-CUTS = [*((cuts, 0.0) for cuts in ((3, 0), (0, 4), (3, 4), (4, 3), (0, 5), (5, 0), (5, 5), (4, 5))), *FAINT]
+CUTS = [*((cuts, 0.0) for cuts in ((3, 0), (0, 4), (3, 4), (4, 3), (0, 5), (4, 0), (4, 4), (4, 5))), *FAINT]
 
 
 @pytest.mark.fast(6)
