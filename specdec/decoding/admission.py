@@ -64,7 +64,7 @@ class Admission:
             # With thousands of short rows, looking for prefixes would take longer than prefill.
             shares = self.observed is None and any(len(row.tokens) >= SHORT for row in rows.values())
             held = self._held() if shares else None
-            known = {slot: self._restore(slot, row, held) for slot, row in rows.items()}
+            known = self._restore(rows, held)
             self._prefill({slot: row.tokens[known[slot] :].tolist() for slot, row in rows.items()}, known)
             for slot, row in rows.items():
                 row.alone = len(rows) == 1
@@ -92,18 +92,23 @@ class Admission:
                     self._prefill({slot: row.tokens.tolist()}, {slot: 0})
                     row.alone = True
 
-    def _restore(self, slot: int, row: Row, held: KeptRows | None) -> int:
-        """Copy the longest known prefix of the row's prompt into the slot and wipe the rest; returns its length."""
-        self.slots[slot] = None  # from here on the slot's cache is not the old row's, also after an interrupt
-        self.runner.follow(self.cache, slot, row.size - 1)
-        known = self.kept.copy_into(self.cache, slot, row.tokens) if self.kept else 0
-        if held is not None:
-            if known > 0:  # the slot now holds what an earlier call kept instead of its last row
-                held.texts[slot] = NO_TEXT
-            if len(row.tokens) >= SHORT:
-                known = held.copy_into(self.cache, slot, row.tokens, known)
-            held.texts[slot] = NO_TEXT
-        self.cache.wipe(slot, known)
+    def _restore(self, rows: Mapping[int, Row], held: KeptRows | None) -> dict[int, int]:
+        """Copy the longest known prefix of each row's prompt into its slot and wipe the rest; returns their lengths."""
+        known, copies = {}, [(kept, list[tuple[int, int, int]]()) for kept in (held, self.kept) if kept is not None]
+        for slot, row in rows.items():
+            self.slots[slot] = None  # from here on the slot's cache is not the old row's, also after an interrupt
+            self.runner.follow(self.cache, slot, row.size - 1)
+            best, known[slot] = None, 0
+            for kept, chosen in copies:
+                short = kept is held and len(row.tokens) < SHORT
+                source, n = kept.longest(row.tokens[: self.cache.capacity], self.cache.is_long[slot])
+                if n > known[slot] and not short:
+                    best, known[slot] = (chosen, source), n
+            if best is not None:
+                best[0].append((best[1], slot, known[slot]))
+        for kept, chosen in copies:  # those within this cache first: the others overwrite its slots
+            self.cache.copy_rows_from(kept.cache, chosen)
+        self.cache.wipe_rows(known)
         return known
 
     def _held(self) -> KeptRows:

@@ -226,6 +226,9 @@ class Call:
         trees = [d.tree_nodes + 1 for d in self.drafters if d.makes_trees]
         columns = max(self.settings.verify_width or 0, *trees, 0)
         shapes = Shapes.choose(target.device, self.exact, target.pool.room(self.capacity), columns)
+        asked = decoder.exact if self.settings.exact is UNSET else self.settings.exact
+        if self.exact and (asked != "auto" or self.settings.shard is not None):
+            shapes = replace(shapes, together=0)  # no prompt's bits depend on which others the call or part begins with
         # A tree's nodes lie side by side in slots that a chain of the same depth would not need.
         spare = shapes.verify_width if trees else 0
         cache = target.lease(self.batch, self.capacity + spare)

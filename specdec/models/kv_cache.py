@@ -250,14 +250,38 @@ class RaggedCache(Cache):
             layer.keys[row, :, start:] = 0
             layer.values[row, :, start:] = 0
 
+    def wipe_rows(self, starts: Mapping[int, int]) -> None:
+        """Wipe several rows, row -> first slot, with one kernel a buffer."""
+        if len(starts) == 1:
+            self.wipe(*next(iter(starts.items())))
+            return
+        first = np.full((self.batch, 1), self.capacity + 1)
+        first[list(starts), 0] = list(starts.values())
+        hidden = torch.from_numpy(np.arange(self.capacity + 1) >= first)[:, None, :, None]
+        for layer in self.filled:
+            hidden = moved(hidden, layer.keys.device)
+            layer.keys.masked_fill_(hidden, 0)
+            layer.values.masked_fill_(hidden, 0)
+
     def copy_row_from(self, other: RaggedCache, source: int, target: int, length: int) -> None:
         """Copy `length` slots of another cache's row `source` into this cache's row `target`."""
-        for index, theirs in enumerate(other.layers):
+        self.copy_rows_from(other, [(source, target, length)])
+
+    def copy_rows_from(self, other: RaggedCache, copies: Sequence[tuple[int, int, int]]) -> None:
+        """Copy rows, (source, target, length) each; every source is read before any target is written.
+
+        Beyond its length a target then holds anything.
+        """
+        alone, pairs = len(copies) == 1, [copy[:2] for copy in copies]
+        index: Any = pairs[0] if alone else torch.tensor(pairs).T
+        length = max((n for *_, n in copies), default=0)
+        for number, theirs in enumerate(other.layers if copies else ()):
             if not theirs.is_initialized:  # it reads another layer's keys and values
                 continue
-            mine = self._layer(index)
+            mine = self._layer(number)
             if not mine.is_initialized:
                 mine.lazy_initialization(theirs.keys, theirs.values)
+            source, target = index = index if alone else moved(index, theirs.keys.device)
             mine.keys[target, :, :length] = theirs.keys[source, :, :length]
             mine.values[target, :, :length] = theirs.values[source, :, :length]
 

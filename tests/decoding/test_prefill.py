@@ -127,17 +127,41 @@ def test_in_exact_mode_passes_of_prefill_do_not_depend_on_drafts(monkeypatch: py
     header = [i % 120 for i in range(530)]
     prompts = [*PROMPTS[:2], [*header, 3], [*header, 5], *PROMPTS[2:4]]
     decoder = SpeculativeDecoder(model, weaker(model, 0.05).to(torch.bfloat16))
+    monkeypatch.setattr(decoder, "resolve_exact", lambda *given: True)  # as "auto" does on a GPU
     seen = []
     for strategies in ([], [DraftModel(n_max=3)]):
         with fed(decoder.target, monkeypatch) as passes:
-            out = decoder.generate(prompts, 8, strategies=strategies, exact=True, batch_size=2)
+            out = decoder.generate(prompts, 8, strategies=strategies, batch_size=2)
         seen.append((out.token_ids, sorted((rows, counts) for _, rows, counts in passes)))
     assert seen[0] == seen[1]
     assert seen[0][1] == sorted([(2, [29, 40]), (1, [512]), (1, [18]), (1, [18]), (1, [4]), (1, [21])])
     with fed(decoder.target, monkeypatch) as passes:
-        decoder.generate(prompts[2:], 8, strategies=[], exact=True, batch_size=4)
+        decoder.generate(prompts[2:], 8, strategies=[], batch_size=4)
     assert [rows for _, rows, _ in passes] == [1] * 5  # a header to share: each alone, as without grouping
     with fed(decoder.target, monkeypatch) as passes:
-        decoder.generate([*prompts[1:3], prompts[3]], 8, strategies=[], exact=True, batch_size=2)
+        decoder.generate([*prompts[1:3], prompts[3]], 8, strategies=[], batch_size=2)
     # The header was computed beside another row: its bits are not those that a row alone has.
     assert [(rows, counts) for _, rows, counts in passes] == [(2, [40, 512]), (2, [0, 18]), (1, [512]), (1, [18])]
+
+
+@pytest.mark.usefixtures("together")
+def test_with_exact_true_a_row_does_not_depend_on_its_companions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other orders and shards give the same bits, because every prompt is fed alone."""
+    decoder = SpeculativeDecoder(tiny_model("llama").to(torch.bfloat16), exact=True)
+    order = [3, 0, 4, 2, 1, 5]
+    prompts = [*PROMPTS, random_ids(33, 9)]
+
+    def rows(which: list[int], **options: Any) -> dict[int, Any]:
+        given = [prompts[i] for i in which]
+        out = decoder.generate(given, 6, strategies=[], batch_size=3, output_logprobs=True, **options)
+        assert out.logprobs is not None
+        return dict(zip([which[i] for i in out.indices], zip(out.token_ids, out.logprobs, strict=True), strict=True))
+
+    with fed(decoder.target, monkeypatch) as passes:
+        whole = rows(list(range(6)))
+    assert [n for _, n, _ in passes] == [1] * 6
+    assert rows(order) == whole
+    assert rows(order, shard="0/2") | rows(order, shard="1/2") == whole
+    with fed(decoder.target, monkeypatch) as passes:
+        rows(order, exact="auto", shard="0/2")
+    assert len(passes) < 3  # not exact on a CPU: prompts go together

@@ -111,6 +111,23 @@ def test_kept_rows_restore_the_longest_shared_prefix() -> None:
     assert KeptRows(old, []).copy_into(new, 0, np.array([5])) == 0
 
 
+def test_rows_that_are_copied_and_wiped_at_once_hold_what_they_hold_one_by_one() -> None:
+    caches = [RaggedCache(1, 4, CAPACITY) for _ in range(2)]
+    for cache in caches:
+        torch.manual_seed(0)
+        write(cache, [[0, 1, 2]] * 4, slice(0, 4), CAPACITY)
+    copies, starts = [(1, 0, 2), (0, 2, 3)], {0: 2, 2: 3, 3: 1}  # the second reads what the first overwrites
+    caches[0].copy_rows_from(caches[0], copies)
+    caches[0].wipe_rows(starts)
+    for copy in reversed(copies):
+        caches[1].copy_row_from(caches[1], *copy)
+    for row, start in starts.items():
+        caches[1].wipe(row, start)
+    for one, other in zip(*(cache.layers for cache in caches), strict=True):
+        assert torch.equal(one.keys, other.keys)
+        assert torch.equal(one.values, other.values)
+
+
 def test_common_prefix_counts_leading_ids() -> None:
     assert common_prefix(np.array([1, 2, 3]), np.array([1, 2, 4, 5])) == 2
     assert common_prefix(np.array([1, 2]), np.array([1, 2, 4])) == 2
