@@ -273,7 +273,7 @@ class RaggedCache(Cache):
         Beyond its length a target then holds anything.
         """
         alone, pairs = len(copies) == 1, [copy[:2] for copy in copies]
-        index: Any = pairs[0] if alone else torch.tensor(pairs).T
+        index: Any = pairs[0] if alone else torch.tensor(pairs).reshape(-1, 2).T
         length = max((n for *_, n in copies), default=0)
         for number, theirs in enumerate(other.layers if copies else ()):
             if not theirs.is_initialized:  # it reads another layer's keys and values
