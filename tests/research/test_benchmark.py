@@ -320,7 +320,7 @@ def counted(rounds: int, per_round: int, drafted: int, ms_a_round: float, extra:
         "call": 0, "repeat": 0, "seconds": time["total"], "tokens": rounds * per_round, "rounds": rounds,
         "generated_tokens": rounds * per_round, "verify_passes": rounds, "drafted_rounds": rounds if drafted else 0,
         "draft_tokens": rounds * drafted, "accepted_tokens": rounds * (per_round - 1),
-        "model_drafted": rounds * drafted, "draft_passes": rounds * drafted,
+        "draft_passes": rounds * drafted,
         "tested": [rounds] * drafted, "accepted": [rounds] * drafted,
         "drafted": [rounds] * drafted, "time": {**time, "verify": 0.0, "other": 0.0}, "host_reads": rounds,
     }  # fmt: skip
@@ -329,7 +329,7 @@ def counted(rounds: int, per_round: int, drafted: int, ms_a_round: float, extra:
 def test_without_overhead_the_measured_speed_up_is_the_predicted_one() -> None:
     costs = PassCosts(plain=10.0, verify=11.0, draft=1.0)
     plain, drafted = counted(50, 1, 0, 10.0, extra=0.3), counted(10, 5, 4, 15.0, extra=0.7)
-    found = figures.prediction([drafted], [plain], costs, 1)
+    found = figures.prediction([drafted], [plain], costs)
     assert found["predicted"] == pytest.approx(theory.speedup(1.0, 4, 0.1, 0.1))
     assert found["from_a"] == pytest.approx(theory.speedup(1.0, 4, 0.1, 0.1))
     assert found["measured"]["value"] == pytest.approx(found["predicted"])
@@ -339,9 +339,28 @@ def test_without_overhead_the_measured_speed_up_is_the_predicted_one() -> None:
 
 def test_time_beside_the_models_is_outside_and_lowers_the_measured_speed_up() -> None:
     costs = PassCosts(plain=10.0, verify=11.0, draft=1.0)
-    found = figures.prediction([counted(10, 5, 4, 20.0)], [counted(50, 1, 0, 10.0)], costs, 1)
+    found = figures.prediction([counted(10, 5, 4, 20.0)], [counted(50, 1, 0, 10.0)], costs)
     assert found["outside"] == pytest.approx(0.25)
     assert found["measured_to_predicted"] == pytest.approx(0.75)
+
+
+def test_a_head_is_priced_by_its_own_passes_in_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair.build(ModelChoice(device="cpu"))
+    monkeypatch.setattr(passes, "pass_ms", lambda runner, shapes, batch, width, *rest: {"median": 100.0 + width})
+    item = Item(("one",), (tuple(range(5, 30)),))
+    for strategy, draft_ms in (("eagle3:head=demo-head:n_max=2", None), ("draft-model:n_max=2", 101.0)):
+        own = make_contender("d", {"kind": "specdec", "strategies": [strategy]})
+        assert isinstance(own, Own)
+        own.enter(pair)
+        output = own.run([list(item.prompts[0])], 9, True)
+        runs = [{"call": 0, "repeat": 0, "seconds": 1.0, "tokens": 9, **output.figures}]
+        mean = figures.draft_pass_ms(runs)
+        assert mean * output.figures["draft_passes"] < 1e3 * output.figures["time"]["total"]
+        costs = passes.pass_costs(own, item, 9, 2, mean)
+        assert (costs.plain, costs.verify, costs.draft) == (101.0, 103.0, mean if draft_ms is None else draft_ms)
+        found = figures.prediction(runs, runs, costs)
+        assert found["k"] > 1  # passes of whatever model drafted
+        assert found["draft_ms"] == costs.draft
 
 
 def test_draft_passes_are_counted_without_prefill() -> None:

@@ -117,7 +117,13 @@ def ms(runs: Runs) -> dict[str, float]:
     return {name: 1e3 * seconds / passes for name, seconds in times.items()}
 
 
-def prediction(runs: Runs, plain: Runs, costs: PassCosts, batch: int) -> dict[str, Any]:
+def draft_pass_ms(runs: Runs) -> float:
+    """Milliseconds of a draft pass in calls, what the strategy does around it included; 0 without any."""
+    passes = total(runs, "draft_passes")
+    return 1e3 * sum(r["time"]["draft"] - r["time"]["draft_prefill"] for r in runs) / passes if passes else 0.0
+
+
+def prediction(runs: Runs, plain: Runs, costs: PassCosts) -> dict[str, Any]:
     """What theory makes of the measured acceptance and of the passes' costs, beside what was measured.
 
     predicted: from tokens of a pass over plain's, k draft passes in a round, and `v` for rounds with a draft.
@@ -125,8 +131,7 @@ def prediction(runs: Runs, plain: Runs, costs: PassCosts, batch: int) -> dict[st
     measured: decoding speed over plain's.
     outside: the share of decoding that is in neither model's passes, as they run alone and in a row.
     """
-    passes, made_by_model = max(1.0, total(runs, "verify_passes")), total(runs, "model_drafted")
-    steps = (total(runs, "draft_passes") or made_by_model / batch) if made_by_model else 0.0
+    passes, steps = max(1.0, total(runs, "verify_passes")), total(runs, "draft_passes")
     k, share = steps / passes, total(runs, "drafted_rounds") / max(1.0, total(runs, "rounds"))
     length = total(runs, "draft_tokens") / max(1.0, total(runs, "drafted_rounds"))
     gain = total(runs, "generated_tokens") / passes / (total(plain, "generated_tokens") / total(plain, "verify_passes"))

@@ -113,19 +113,25 @@ class PassCosts:
         return Costs(self.c, lambda drafted: self.v)
 
 
-def pass_costs(contender: Own, item: Item, max_new_tokens: int, drafted: int) -> PassCosts:
-    """The passes of a call of `item`, half way through its output, with the shapes that the engine chooses; `drafted`:
-    tokens of a typical draft."""
+def pass_costs(contender: Own, item: Item, max_new_tokens: int, drafted: int, own: float) -> PassCosts:
+    """The passes of a call of `item`, half way through its output, with the shapes that the engine chooses.
+
+    drafted: tokens of a typical draft
+    own: milliseconds of a draft pass as it was in calls, for strategies that bring their own model, such as a head
+    """
     decoder, batch = contender.decoder, len(item.prompts)
     target, draft = decoder.target, decoder.draft
     exact = decoder.resolve_exact(contender.generation.exact, contender.strategies)
     needed, length = item.longest + max_new_tokens, item.longest + max_new_tokens // 2
 
+    makes_trees = any(d.makes_trees for d in contender.strategies)  # which are verified whole, chains in chunks
+
     def ms(runner: Runner, fixed: bool, tokens: int) -> float:
         capacity = runner.pool.room(needed)
-        shapes = Shapes.choose(runner.device, fixed, capacity)
+        shapes = Shapes.choose(runner.device, fixed, capacity, tokens if makes_trees else 0)
         width = shapes.width(min(tokens, shapes.verify_width))
         return pass_ms(runner, shapes, batch, width, max(length, width), capacity)["median"]
 
     plain, verify = (ms(target, exact, tokens) for tokens in (1, 1 + drafted))
-    return PassCosts(plain, verify, 0.0 if draft is None else ms(draft, False, 1))
+    is_asked = any(d.uses_draft_model for d in contender.strategies)
+    return PassCosts(plain, verify, own if draft is None or not is_asked else ms(draft, False, 1))

@@ -187,8 +187,9 @@ class ScenarioRun:
             if isinstance(contender, Own) and plain is not None and not self.stopped:
                 self.progress(f"{self.name}: passes of {contender.name}")
                 typical, length = self.calls[len(self.calls) // 2], round(entry["draft_length"])
-                costs = pass_costs(contender, typical, self.scenario.max_new_tokens, length)
-                entry["theory"] = figures.prediction(runs, groups[plain], costs, self.scenario.batch)
+                own = figures.draft_pass_ms(runs)
+                costs = pass_costs(contender, typical, self.scenario.max_new_tokens, length, own)
+                entry["theory"] = figures.prediction(runs, groups[plain], costs)
 
 
 def _recorded(output: Output) -> bool:

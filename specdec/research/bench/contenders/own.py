@@ -111,7 +111,6 @@ def _figures(out: Any) -> dict[str, Any]:
         "verify_passes": stats.verify_passes,
         "host_reads": stats.host_reads,
         "draft_passes": stats.draft_passes,
-        "model_drafted": sum(r.drafted for r in records if r.strategy == "draft-model"),
         "tested": [sum(r.tested(i) for r in records) for i in range(longest)],
         "accepted": [sum(r.accepted > i for r in records) for i in range(longest)],
         "drafted": [sum(r.depth > i for r in records) for i in range(longest)],
