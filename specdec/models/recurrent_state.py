@@ -17,6 +17,7 @@ Modules are found by what they ask of transformers' cache, and run unchanged ove
 from __future__ import annotations
 
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -37,10 +38,25 @@ class StateCache:
     """What a recurrent module is given in place of the model's cache: states [R, ...] of the R rows that it reads.
 
     conv, recurrent: by number of the state, since a layer may have several
+    conv_states ... layers: where models of transformers before 5.24 look for them
     """
+
+    record_past = False
 
     def __init__(self, conv: dict[int, Tensor] | None = None, recurrent: dict[int, Tensor] | None = None):
         self.conv, self.recurrent = conv or {}, recurrent or {}
+
+    @property
+    def conv_states(self) -> dict[int, Tensor | None]:
+        return defaultdict(lambda: None, self.conv)
+
+    @property
+    def recurrent_states(self) -> dict[int, Tensor | None]:
+        return defaultdict(lambda: None, self.recurrent)
+
+    @property
+    def layers(self) -> dict[int, StateCache]:
+        return defaultdict(lambda: self)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         return self.conv.get(state_idx)
