@@ -93,7 +93,9 @@ class SpeculativeDecoder:
         self.tokenizer, self.draft_tokenizer = tokenizer, draft_tokenizer or tokenizer
         self.exact = exact
         self.ranks = Ranks.of(target_model)
-        self.reader = HostReader(self.ranks)
+        self.reader = self.target.reader = HostReader(self.ranks)
+        if self.draft is not None:
+            self.draft.reader = self.reader
         self._hashes = {role: WeightHash(r.model) for role, r in self._runners().items()}
         self._kept: KeptRows | None = None
         self._kept_chain: Chain | None = None

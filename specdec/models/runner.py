@@ -27,6 +27,7 @@ from torch import Tensor
 
 from specdec.device.ambient import pinned
 from specdec.device.graphs import Choice, CudaRecorder, Graphs, I, R, Recorder, choose_mode
+from specdec.device.host_read import HostReader
 from specdec.device.transfer import to_device
 from specdec.errors import SpecdecError
 from specdec.models.adapters import Chosen, base_of
@@ -168,6 +169,7 @@ class Runner:
     def __post_init__(self) -> None:
         self.own_attention = self.attn_implementation is None
         self.subsets: dict[Any, Runner] = {}
+        self.reader = HostReader()  # counts what recurrent layers read; a decoder's own, if it belongs to one
         self.gaps: list[PassThrough] = []  # in the places of `skip`
         prepare = self._leave_out if self.skip else None
         self.view = ModelView(self.model, check_attention(self.attn_implementation), prepare)
@@ -382,7 +384,7 @@ class Runner:
     ) -> AbstractContextManager[None]:
         """Have the recurrent modules read the pass from the rows' states. The host must know where the rows are."""
         assert cache.states is not None
-        starts, counts = inputs.layout.tolist()
+        ((starts, counts),) = self.reader.read(inputs.layout)
         return recurrence.on(cache.states, starts, counts, key.first_row)
 
     def prepare(

@@ -71,7 +71,6 @@ class _SelfTest:
 
     def __init__(self, runner: Runner):
         self.runner = runner
-        # Kernels of quantised weights compute in half precision, and in another order for one token than for several.
         self.precise = runner.dtype == torch.float32 and not is_quantised(runner.model)
         window = runner.masks.window
         self.length = min(window + TAIL if window is not None and window <= 64 else LENGTH, runner.context)
@@ -85,19 +84,30 @@ class _SelfTest:
         context = 2 * self.length if runner.context == UNBOUNDED else min(runner.context, FAR)
         self.far = max(0, context - len(TREE) - 1)
 
-    def plain(self) -> Tensor:
-        """Compute the logits [2, n, V] of both texts by a plain forward."""
+    def plain(self, n: int = 0) -> Tensor:
+        """Compute the logits [2, N, V] of both texts by a plain forward; n > 0: [1, n, V] of one's first n tokens."""
         runner = self.runner
         # Eager is the only stock path that honours everything a model asks for (soft caps, sinks).
         view = ModelView(runner.model, "eager")
         with view.attending():
-            ids = to_device([self.first, self.second], runner.device)
+            ids = to_device([self.first[:n]] if n else [self.first, self.second], runner.device)
             return view.model(input_ids=ids, use_cache=False).logits.float()
 
     def looks_ahead(self, expected: Tensor) -> bool:
         """True if what follows the shared prefix changes its logits."""
         first, second = expected[:, : self.shared]
         return not _relative(first, second) < (1e-4 if self.precise else 0.02)
+
+    def limit(self, expected: Tensor) -> float:
+        """Return by how much passes may differ from a plain forward, relative to it.
+
+        Kernels of quantised weights may compute in half precision, and in another way for one token than for several:
+        such a model is held against itself. Faults give 0.29 and more (tests/models/test_faults_quantised.py).
+        """
+        if self.precise or self.runner.dtype != torch.float32:
+            return 1e-3 if self.precise else 0.1
+        noise = [_relative(self.plain(n)[0], expected[0, :n]) for n in (1, self.length - 1)]
+        return max(0.01, min(0.1, 4 * max(noise)))
 
     def fault(self, expected: Tensor, tree: bool, far: bool) -> str | None:
         """Say what is wrong with the passes; None if nothing is.
@@ -111,12 +121,13 @@ class _SelfTest:
             if is_out_of_memory(error):
                 raise
             return f"a pass over a cache with a length for each row fails ({_said(error)})"
+        limit = self.limit(expected)
         for row, position, logits in found:
             if not len(logits):
                 continue
             wanted = expected[row, position : position + len(logits)]
             off = _relative(logits, wanted)
-            if not off < (1e-3 if self.precise else 0.1):
+            if not off < limit:
                 return (
                     "a pass over a cache with a length for each row differs from a plain forward (relative difference "
                     f"{off:.2g})"

@@ -17,6 +17,10 @@ from torch.nn import functional as F
 import specdec
 from specdec.decoding.provenance import WeightHash
 from specdec.errors import SpecdecError
+from specdec.models.attention import MaskBuilder
+from specdec.models.kv_cache import RaggedCache
+from specdec.models.runner import Runner
+from specdec.models.self_test import self_test
 from tests.helpers.playing import generated_by_transformers
 from tests.helpers.tiny import tiny_model
 from tests.helpers.tokens import word_level
@@ -189,6 +193,44 @@ def test_quantised_weights_are_hashed_and_watched(kind: str) -> None:
     out = dec.generate([text], 8, keep_state=True)
     assert out.provenance["dropped_state"] == ["target"]
     assert out.token_ids[0] == generated_by_transformers(a, text, 8)
+
+
+# -- the self-test -----------------------------------------------------------------------------------------------------
+
+BUILD, PREPARE, COPY = MaskBuilder.__call__, Runner.prepare, RaggedCache.copy_row_from
+
+
+def shifted(self: Runner, inputs: Any, width: int, *more: Any) -> Any:
+    tokens, positions, slots, masks = PREPARE(self, inputs, width, *more)
+    return tokens, positions + (positions > 0), slots, masks
+
+
+FAULTS: dict[str, tuple[Any, str, Any]] = {
+    "mask sees one more": (MaskBuilder, "__call__", lambda self, at, *more: BUILD(self, at + 1, *more)),
+    "mask sees one less": (MaskBuilder, "__call__", lambda self, at, *more: BUILD(self, (at - 1).clamp(min=0), *more)),
+    "positions one late": (Runner, "prepare", shifted),
+    "rejected branch stays": (RaggedCache, "compact", lambda *_: None),
+    "prefix copied one short": (RaggedCache, "copy_row_from", lambda self, o, s, t, n: COPY(self, o, s, t, n - 1)),
+}
+
+
+@pytest.mark.fast(4)
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("kind", ["tensor subclass", "packed bytes", "buffers"])
+@pytest.mark.parametrize("fault", [None, *FAULTS])
+def test_faults_of_passes_show_in_quantised_models(
+    kind: str, half: bool, fault: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the self-test lets pass as rounding hides no fault, and no healthy model is refused."""
+    model = WEIGHTS_ONLY[kind](tiny_model("llama").to(torch.bfloat16 if half else torch.float32))
+    if fault is not None:
+        monkeypatch.setattr(*FAULTS[fault])
+    runner, said = Runner(model), ""
+    try:
+        self_test(runner, "target")
+    except SpecdecError as error:
+        said = str(error)
+    assert bool(said or runner.tree_fault) == (fault is not None)
 
 
 # -- through transformers' loader --------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from specdec.device.graphs import Choice
 from specdec.device.transfer import to_device
 from specdec.errors import SpecdecError
 from specdec.models.kv_cache import KeptRows, RaggedCache
-from specdec.models.recurrent_state import ModuleStates, RowStates
+from specdec.models.recurrent_state import ModuleStates, RowStates, StateCache
 from specdec.models.runner import Runner, Shapes
 from specdec.research.exactness.equality import content_dependence
 from specdec.research.offline.what_if import estimate
@@ -171,6 +171,24 @@ def test_passes_that_are_timed_or_read_apart_from_a_call_work_too(monkeypatch: p
     out = pair.generate([prompt], strategies=[DraftModel(n_max=2)], **options)
     assert plan.tokens_per_round == pytest.approx(out.stats.emitted_tokens / out.stats.rounds)
     assert content_dependence(pair.target, contents=2)["compared"] == 1
+
+
+def test_every_pass_of_recurrent_layers_counts_its_host_read() -> None:
+    """Prefill and verify passes of the target, and the draft's: the host must know where the rows are."""
+    target = model("qwen3_next")
+    out = SpeculativeDecoder(target, check=False).generate([random_ids(6, 1, SWEEP.VOCAB)], 5, strategies=[])
+    assert out.stats.host_reads == 2 * out.stats.verify_passes + 1
+    fast = SpeculativeDecoder(target, model("jamba"), check=False).generate(
+        [1, 2, 3], 5, strategies=[DraftModel(n_max=2)]
+    )
+    assert fast.stats.host_reads >= 2 * fast.stats.verify_passes + fast.stats.draft_passes
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_states_are_where_models_of_older_transformers_look(number: int) -> None:
+    cache = StateCache({number: torch.ones(1)}, {})
+    layer = cache.layers[7]
+    assert (layer.conv_states[number], layer.recurrent_states[0], layer.record_past) == (torch.ones(1), None, False)
 
 
 def test_a_live_call_needs_a_capacity_where_the_context_is_not_stated() -> None:
