@@ -16,6 +16,7 @@ from tests.research.test_plots import K2, PLAIN, row
 ROOT = Path(__file__).resolve().parents[1]
 SHORT = {"demo": ("--max-new-tokens", "8", "--repeats", "1"), "generate": ("--max-new-tokens", "8")}
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def blocks(language: str) -> list[str]:
@@ -62,3 +63,13 @@ def test_the_commands_are_accepted(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 def test_links_lead_to_files() -> None:
     links = re.findall(r"\]\(([^)#]+)\)", README)
     assert [link for link in links if "://" not in link and not (ROOT / link).exists()] == []
+
+
+def test_tests_that_documents_name_are_there() -> None:
+    named = [
+        found for file in DOCUMENTS for found in re.findall(r"`([\w/]+\.py)::(test_\w+)`", file.read_text("utf-8"))
+    ]
+    assert len(named) > 30
+    for file, test in named:
+        path = ROOT / "tests" / file.removeprefix("tests/")
+        assert f"def {test}(" in path.read_text(encoding="utf-8"), (file, test)
