@@ -17,6 +17,7 @@ from pathlib import Path
 
 from specdec.files.compact_json import write_json
 from specdec.research.ablation import plots
+from specdec.research.ablation.look import svg
 from specdec.research.ablation.merge import SUMMARY
 from specdec.research.ablation.table import TABLE
 
@@ -43,12 +44,11 @@ def keep(runs: Path) -> None:
 
 
 def draw(folder: Path) -> None:
-    """Write plot_NAME.png for every plot."""
-    for plot in plots.PLOTS.values():
-        figure = plot(RESULTS / f"{SOURCES[plot.__name__]}.parquet")
-        figure.savefig(folder / f"plot_{plot.__name__}.png", dpi=110)
-    if (RESULTS / f"{BASELINES}.parquet").is_file():
-        plots.cost_acceptance_pareto(RESULTS / f"{BASELINES}.parquet").savefig(folder / "plot_baselines.png", dpi=110)
+    """Write plot_NAME.svg for every plot."""
+    drawn = {plot.__name__: plot(RESULTS / f"{SOURCES[plot.__name__]}.parquet") for plot in plots.PLOTS.values()}
+    drawn[BASELINES] = plots.cost_acceptance_pareto(RESULTS / f"{BASELINES}.parquet")
+    for name, figure in drawn.items():
+        (folder / f"plot_{name}.svg").write_text(svg(figure), encoding="utf-8")
 
 
 def main() -> None:

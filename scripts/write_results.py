@@ -255,7 +255,7 @@ def figures_block(results: list[Result]) -> str:
         )
         alone = result["config"].endswith("context.yaml")
         chosen = {title: plot for title, plot in PLOTS.items() if (plot is context_curve) == alone}
-        parts += [f"![{title}](images/plot_{plot.__name__}.png)" for title, plot in chosen.items()]
+        parts += [f"![{title}](images/plot_{plot.__name__}.svg)" for title, plot in chosen.items()]
     return "\n\n".join(parts)
 
 
@@ -411,7 +411,7 @@ def baselines_block(result: Result) -> str:
     )
     rates = ("tokens per round", "accepted per tested", "accepted per drafted")
     heads = ["setting", *rates, "distance to p (lossy rules)"]
-    return f"{said}\n\n{markdown(heads, rows)}\n\n![cost and acceptance of the baselines](images/plot_baselines.png)"
+    return f"{said}\n\n{markdown(heads, rows)}\n\n![cost and acceptance of the baselines](images/plot_baselines.svg)"
 
 
 def alpha_block(result: Result) -> str:

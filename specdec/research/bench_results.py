@@ -13,7 +13,7 @@ from typing import Any
 from specdec.errors import SpecdecError, unknown_name
 from specdec.files.texts import is_file, read_json
 from specdec.research.bootstrap import Interval
-from specdec.research.results_table import ResultTable, named
+from specdec.research.results_table import ResultTable, Tabular, named
 
 OF_FILE = ("scenario", "contender")
 OF_SMOKE = ("suite", "category", "contender")
@@ -27,7 +27,7 @@ BOOTSTRAP, RANGE = "95 % intervals over calls or repeats", "medians, and the ran
 
 
 @dataclass(frozen=True)
-class BenchResults:
+class BenchResults(Tabular):
     """Figures of a benchmark.
 
     dimensions: what `by` and `where` take.
@@ -91,24 +91,13 @@ class BenchResults:
         """All figures as CSV; returned, and written where `path` is given."""
         return self.by().to_csv(path)
 
-    def to_latex(self, path: str | Path | None = None, **options: Any) -> str:
-        """All figures as a LaTeX table. options: those of `ResultTable.to_latex`."""
-        return self.by().to_latex(path, **options)
-
     def without_loops(self) -> BenchResults:
         """Raises SpecdecError: a document has no rows to leave out."""
-        raise SpecdecError(
-            f"{self.source}: leaving loops out needs rows, and a benchmark's document has pooled figures"
-        )
+        raise SpecdecError(f"{self.source}: leaving loops out needs rows, and {POOLED}")
 
     def against(self, baseline: str) -> ResultTable:
         """Raises SpecdecError: a document has no rows to pair."""
-        raise SpecdecError(
-            f"{self.source}: a paired comparison needs rows, and a benchmark's document has pooled figures"
-        )
-
-    def __len__(self) -> int:
-        return len(self.rows)
+        raise SpecdecError(f"{self.source}: a paired comparison needs rows, and {POOLED}")
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """The rows of `by().flat()`."""
@@ -120,9 +109,6 @@ class BenchResults:
 
     def __repr__(self) -> str:
         return f"BenchResults({len(self.rows)} rows by {', '.join(self.dimensions)}, from {self.source})"
-
-    def _repr_html_(self) -> str:
-        return self.by()._repr_html_()
 
 
 def _of_file(data: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -1,8 +1,9 @@
 """One colour a strategy, the same in the demo, on token pages and in plots.
 
-The colours are Paul Tol's scheme "muted" (https://sronpersonalpages.nl/~pault/), whose nine colours are told apart with
-every kind of colour blindness, and five of Okabe and Ito's. A strategy of one's own gets one of them by its name, so
-that it keeps it from run to run.
+Every colour has a contrast of at least 3 : 1 to a white page and to a dark one, so that one plot serves both. Colours
+of any two strategies differ for every kind of vision, those of the five that are compared most differ much; markers
+and dashes tell the rest apart, also in print. A strategy of one's own gets one of them by its name, so that it keeps it
+from run to run.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ import hashlib
 from collections.abc import Sequence
 
 STRATEGY_COLOURS = {
-    "draft-model": "#332288", "prompt-lookup": "#CC6677", "suffix": "#117733", "ngram-mod": "#DDCC77",
-    "eagle3": "#882255", "ngram-simple": "#88CCEE", "ngram-cache": "#44AA99", "ngram-map-k": "#999933",
-    "ngram-map-k4v": "#AA4499", "early-exit": "#D55E00", "recycling": "#0072B2",
-    "rest": "#56B4E9", "lookahead": "#F0E442", "dflash": "#661100", "mtp": "#6699CC",
+    "draft-model": "#9977EE", "prompt-lookup": "#CC6688", "suffix": "#227733", "ngram-mod": "#889911",
+    "eagle3": "#994499", "ngram-simple": "#4499BB", "ngram-cache": "#118877", "ngram-map-k": "#995555",
+    "ngram-map-k4v": "#8866FF", "early-exit": "#FF5500", "recycling": "#3366BB",
+    "rest": "#1188BB", "lookahead": "#339955", "dflash": "#CC2222", "mtp": "#996699",
 }  # fmt: skip
 # Grounds and texts of pages, light and dark: every text has a contrast of at least 4.5 : 1 to every ground.
 GROUNDS = {
@@ -29,6 +30,7 @@ LINES = {"line": ("#d0d7de", "#444c56")}
 FILLS = (0.62, 0.085)  # luminance of a strategy's fill behind text, in the light and the dark scheme
 TARGET = "#888888"  # the target's own tokens, and plain decoding
 MARKERS = "osD^vP*X<>hd"
+LIGHTEST, DARKEST = 0.29, 0.135  # luminances of one strategy's settings: 3 : 1 and more to white and to a dark page
 READABLE = 0.18  # luminance with a contrast of 4.5 : 1 to black and to white
 
 
@@ -68,7 +70,7 @@ def on_any_ground(colour: str) -> str:
 
 def with_luminance(colour: str, wanted: float) -> str:
     """The colour with as much white or black as gives it a luminance."""
-    shares = [i / 50 for i in range(-50, 51)]
+    shares = [i / 200 for i in range(-200, 201)]
     return tint(colour, min(shares, key=lambda s: (abs(luminance(tint(colour, s)) - wanted), abs(s))))
 
 

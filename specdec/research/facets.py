@@ -5,16 +5,25 @@ facets("runs/smoke", "conditional_acceptance_rate", x="position", colour="strate
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from specdec.errors import SpecdecError, unknown_name
-from specdec.research.ablation.look import LEAST_TESTED, error_bars, finish, make_axes, shares, shift
+from specdec.research.ablation.look import (
+    LEAST_TESTED,
+    error_bars,
+    finish,
+    make_axes,
+    panel_title,
+    shares,
+    shift,
+)
 from specdec.research.bench_results import BenchResults
 from specdec.research.bootstrap import Interval
 from specdec.research.colours import looks
 from specdec.research.results import Results, chain_of
-from specdec.research.results_table import in_words, named
+from specdec.research.results_table import in_words, named, spelled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -29,7 +38,8 @@ def facets(
     ax: Any = None,
 ) -> Figure:
     """Draw a figure with its 95 % intervals, on one scale in all panels. Positions at which fewer than `LEAST_TESTED`
-    tokens were tested are left out.
+    tokens were tested are left out. Panels and categories say of how many prompts their intervals are, and a note what
+    is pooled in every point.
 
     results: `Results`, or what `Results.load` takes, a benchmark's document too; `.where(...)` filters.
     figure: a figure of `Results.by`.
@@ -41,9 +51,8 @@ def facets(
         raise SpecdecError("facets: give axes or panels, not both")
     found = results if isinstance(results, (Results, BenchResults)) else Results.load(results)
     figure, *dimensions = named("facets", [figure, *([] if panel is None else [panel]), colour, x])
-    names = tuple(dict.fromkeys(dimensions))
-    rows = found.by(*names).rows
-    rows = [r for r in rows if r[x] is not None] or rows  # plain decoding has no k
+    table = found.by(*dict.fromkeys(dimensions))
+    rows = [r for r in table.rows if r[x] is not None] or table.rows  # plain decoding has no k
     rows = [r for r in rows if r.get("tested", LEAST_TESTED) >= LEAST_TESTED] or rows
     if not isinstance(rows[0].get(figure), Interval):
         raise unknown_name("figure", figure, [n for n, v in rows[0].items() if isinstance(v, Interval)])
@@ -53,24 +62,39 @@ def facets(
     numbers = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in places)
     look = looks([str(v) for v in colours], strategies=colour == "strategy")
     step = min((b - a for a, b in pairwise(places) if b > a), default=1) if numbers else 1
+    source = found.rows if isinstance(found, Results) else []
     for place, title in zip(axes, titles, strict=True):
+        shown = [r for r in rows if panel is None or r[panel] == title]
         for i, value in enumerate(colours):
-            own = [r for r in rows if r[colour] == value and (panel is None or r[panel] == title)]
+            own = [r for r in shown if r[colour] == value]
             at = [(r[x] if numbers else places.index(r[x])) + shift(i, len(colours), step) for r in own]
             points = zip(at, (r[figure] for r in own), strict=True)
-            error_bars(place, points, str(value), *look[i], linestyle="-" if numbers else "none", capsize=3)
+            style = {"color": look[i][0], "marker": look[i][1], "linestyle": "-" if numbers else "none"}
+            error_bars(place, points, str(value), **style)
         place.set_xlabel(in_words(x))
         place.set_ylabel(in_words(figure))
-        place.set_title("" if title is None else f"{panel} = {title}", fontsize=10)
+        if panel is not None:
+            looped = [r for r in source if title in _values(r, panel)]
+            place.set_title(panel_title(panel, title, _prompts(shown), looped), fontsize=10)
         place.grid(alpha=0.25)
-        place.set_xticks(places if numbers else range(len(places)), [str(p) for p in places])
+        ticks = [str(p) if numbers else _tick(p, [r for r in shown if r[x] == p]) for p in places]
+        place.set_xticks(places if numbers else range(len(places)), ticks)
     if made is not None:
         low, high = zip(*(place.get_ylim() for place in axes), strict=True)
         for place in axes:
             place.set_ylim(min(low), max(high))
-    labelled = found.rows if isinstance(found, Results) else ()
-    finish(axes, made, shares((str(value), r) for r in labelled for value in _values(r, colour)))
+    loops = shares((str(value), r) for r in source for value in _values(r, colour)) if panel is None else {}
+    finish(axes, made, loops, table.intervals)
     return axes[0].figure  # type: ignore[no-any-return]
+
+
+def _prompts(rows: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Of how many prompts the figures of these rows are."""
+    return [r["prompts"] for r in rows if "prompts" in r]
+
+
+def _tick(value: Any, rows: Sequence[Mapping[str, Any]]) -> str:
+    return "\n".join([str(value), *([spelled(_prompts(rows))] if _prompts(rows) else [])])
 
 
 def _values(row: Any, name: str) -> list[Any]:

@@ -23,9 +23,9 @@ from specdec.errors import SpecdecError, unknown_name
 from specdec.research.ablation.summary import (
     FIGURES,
     OF_ROWS,
-    SUMMED,
     by_setting,
     check_baseline,
+    clustered,
     compare_settings,
     conversation,
     counterpart,
@@ -35,7 +35,7 @@ from specdec.research.ablation.table import AS_THEY_ARE, REFERENCE, TIMES, Row, 
 from specdec.research.bench_results import BenchResults
 from specdec.research.bootstrap import Interval, ratio
 from specdec.research.loops import is_looped, without_loops
-from specdec.research.results_table import INTERVALS, ResultTable, check_name, named
+from specdec.research.results_table import ResultTable, Tabular, check_name, named, spelled
 from specdec.research.traces.records import trace_rows
 from specdec.stats import RoundRecord
 
@@ -47,18 +47,12 @@ COUNTED = (
     "rounds", "drafted_rounds", "draft_tokens", "tested_tokens", "accepted_tokens", "generated_tokens",
 )  # fmt: skip
 MEASURED = {
-    *figures({}),
-    *(f"plain_{name}" for name in REFERENCE),
-    *TIMES,
-    *AS_THEY_ARE,
-    "cell",
-    "plain",
-    "call",
-    "comparable",
-    "status",
-    "error",
-    "conversation",
-}
+    *figures({}), *(f"plain_{name}" for name in REFERENCE), *TIMES, *AS_THEY_ARE,
+    "cell", "plain", "call", "comparable", "status", "error", "conversation",
+}  # fmt: skip
+OF_POSITIONS = {  # figure -> what its accepted tokens are divided by
+    "conditional_acceptance_rate": "tested", "draft_acceptance_rate": "drafted", "acceptance_rate": "rounds",
+}  # fmt: skip
 SPEEDS = ("speedup", "decode_speedup")
 SETTINGS = ("pair", "strategies", "k", "temperature", "acceptance", "length_policy", "seed")
 Counts = dict[str, float]
@@ -66,7 +60,7 @@ Key = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
-class Results:
+class Results(Tabular):
     """Rows of an ablation, a comparison or a trace: one per prompt and setting, as docs/ablation.md describes them.
 
     rows: as plain data.
@@ -140,7 +134,8 @@ class Results:
             found = _by_rows(sound, names)
         if not found:
             raise SpecdecError(f"{self.source}: no row with a draft to group by {', '.join(names)}")
-        return ResultTable(names, _ordered(found, names), "; ".join([INTERVALS, *_warnings(sound, names)]))
+        intervals = f"95 % intervals over {spelled([r['prompts'] for r in found])}"
+        return ResultTable(names, _ordered(found, names), "; ".join([intervals, *_warnings(sound, names)]))
 
     def against(self, baseline: str) -> ResultTable:
         """Paired differences of every setting that drafts and one of them, on the prompts and seeds that both have: of
@@ -161,22 +156,12 @@ class Results:
 
     def to_csv(self, path: str | Path | None = None) -> str:
         """The rows as CSV, without their texts' ids and rounds; returned, and written where `path` is given."""
-        return ResultTable((), self._flat()).to_csv(path)
-
-    def to_latex(self, path: str | Path | None = None, **options: Any) -> str:
-        """The figures of every setting: `by("setting").to_latex(...)`."""
-        return self.by().to_latex(path, **options)
-
-    def _flat(self) -> list[dict[str, Any]]:
         left_out = {n for r in self.rows for n, v in r.items() if isinstance(v, (list, dict))}
-        return [{n: v for n, v in r.items() if n not in left_out} for r in self.rows]
+        return ResultTable((), [{n: v for n, v in r.items() if n not in left_out} for r in self.rows]).to_csv(path)
 
     def _check(self, what: str, name: str, known: Sequence[str]) -> None:
         if ALIASES.get(name, name) not in known:
             raise unknown_name(f"dimension of {what}", name, known)
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
@@ -184,9 +169,6 @@ class Results:
     def __repr__(self) -> str:
         settings = len({r["setting"] for r in self.rows})
         return f"Results({len(self.rows)} rows, {settings} settings, from {self.source})"
-
-    def _repr_html_(self) -> str:
-        return self.by()._repr_html_()
 
 
 def chain_of(row: Mapping[str, Any]) -> list[str]:
@@ -203,7 +185,7 @@ def _warnings(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
         implied = axis in names or "setting" in names or (axis == "strategies" and "strategy" in names)
         values = list(dict.fromkeys(r.get(axis) for r in drafting))
         if not implied and len(values) > 1:
-            said.append(f"pooled over {axis} ({', '.join(map(str, values))})")
+            said.append(f"pooled over {axis} ({', '.join('none' if v is None else str(v) for v in values)})")
     looped = sum(map(is_looped, drafting))
     return said + ([f"{looped} of {len(drafting)} rows end in a loop"] if looped else [])
 
@@ -231,24 +213,17 @@ def _by_rows(rows: Sequence[Row], names: Sequence[str]) -> list[dict[str, Any]]:
         entry |= {name: Interval(**(found[name] or {"value": None})) for name in FIGURES}
         if not group[0]["drafts"]:
             entry |= dict.fromkeys(("draft_acceptance_rate", "conditional_acceptance_rate"), Interval(None))
-        entry["acceptance_length"] = _acceptance_length(_summed(group))
+        entry["acceptance_length"] = _acceptance_length(clustered(group))
         made.append(entry | {name: Interval(**(found.get(name) or {"value": None})) for name in SPEEDS})
     return made
-
-
-def _summed(rows: Sequence[Row]) -> dict[Any, Counts]:
-    sums: dict[Any, Counts] = defaultdict(lambda: dict.fromkeys(SUMMED, 0.0))
-    for row in rows:
-        for name in SUMMED:
-            sums[_cluster(row)][name] += row.get(name) or 0
-    return sums
 
 
 def _by_rounds(rows: Sequence[Row], names: Sequence[str]) -> list[dict[str, Any]]:
     """Groups of rounds: by who drafted in chains of several strategies, or by the draft's length. No speeds: seconds
     belong to whole rows."""
-    groups: dict[Key, dict[Any, Counts]] = defaultdict(lambda: defaultdict(lambda: dict.fromkeys(COUNTED, 0.0)))
+    groups, prompts = _grouped()
     for row, record, head in _rounds(rows, names):
+        prompts[head].add(conversation(row))
         into = groups[head][_cluster(row)]
         into["rounds"] += 1
         into["drafted_rounds"] += record.drafted > 0
@@ -258,7 +233,7 @@ def _by_rounds(rows: Sequence[Row], names: Sequence[str]) -> list[dict[str, Any]
         into["generated_tokens"] += record.tokens
     made = []
     for key, clusters in groups.items():
-        counts = {name: int(sum(c[name] for c in clusters.values())) for name in COUNTED}
+        counts = {"prompts": len(prompts[key]), **_counts(clusters, COUNTED)}
         rates = {n: _ratio(clusters, *FIGURES[n]) for n in FIGURES if n not in OF_ROWS}
         length = _acceptance_length(clusters)
         made.append({**dict(zip(names, key, strict=True)), **counts, **rates, "acceptance_length": length})
@@ -267,32 +242,36 @@ def _by_rounds(rows: Sequence[Row], names: Sequence[str]) -> list[dict[str, Any]
 
 def _by_position(rows: Sequence[Row], names: Sequence[str]) -> list[dict[str, Any]]:
     """Groups of drafted tokens by their position, from 1; of a tree, of levels."""
-    groups: dict[Key, dict[Any, Counts]] = defaultdict(lambda: defaultdict(lambda: defaultdict(float)))
-    rounds: dict[Key, dict[Any, float]] = defaultdict(lambda: defaultdict(float))  # drafted, by all but the position
+    groups, prompts = _grouped()
+    rounds, _ = _grouped()  # drafted, by all but the position
     at = names.index("position")
     for row, record, head in _rounds(rows, names):
-        rest, cluster = (*head[:at], *head[at + 1 :]), _cluster(row)
-        rounds[rest][cluster] += record.depth > 0
+        cluster = _cluster(row)
+        rounds[(*head[:at], *head[at + 1 :])][cluster]["rounds"] += record.depth > 0
         for i in range(record.depth):
-            into = groups[(*head[:at], i + 1, *head[at + 1 :])][cluster]
+            key = (*head[:at], i + 1, *head[at + 1 :])
+            prompts[key].add(conversation(row))
+            into = groups[key][cluster]
             into["drafted"] += 1
             into["tested"] += record.tested(i)
             into["accepted"] += record.accepted > i
     made = []
     for key, clusters in groups.items():
-        of_all = rounds[(*key[:at], *key[at + 1 :])]
-        for cluster in of_all:
-            clusters[cluster]["rounds"] = of_all[cluster]
-        made.append(
-            {
-                **dict(zip(names, key, strict=True)),
-                **{name: int(sum(c[name] for c in clusters.values())) for name in ("drafted", "tested", "accepted")},
-                "conditional_acceptance_rate": _ratio(clusters, "accepted", "tested"),
-                "draft_acceptance_rate": _ratio(clusters, "accepted", "drafted"),
-                "acceptance_rate": _ratio(clusters, "accepted", "rounds"),
-            }
-        )
+        for cluster, counts in rounds[(*key[:at], *key[at + 1 :])].items():
+            clusters[cluster]["rounds"] = counts["rounds"]
+        entry = {**dict(zip(names, key, strict=True)), "prompts": len(prompts[key])}
+        entry |= _counts(clusters, ("drafted", "tested", "accepted"))
+        made.append(entry | {n: _ratio(clusters, "accepted", below) for n, below in OF_POSITIONS.items()})
     return made
+
+
+def _grouped() -> tuple[dict[Key, dict[Any, Counts]], dict[Key, set[str]]]:
+    """Counts of groups by cluster, and the prompts of groups; empty."""
+    return defaultdict(lambda: defaultdict(lambda: defaultdict(float))), defaultdict(set)
+
+
+def _counts(clusters: Mapping[Any, Counts], names: Sequence[str]) -> dict[str, int]:
+    return {name: int(sum(c[name] for c in clusters.values())) for name in names}
 
 
 def _rounds(rows: Sequence[Row], names: Sequence[str]) -> Iterator[tuple[Row, RoundRecord, Key]]:

@@ -41,6 +41,7 @@ MISSING, MOST_DIGITS = "-", 15
 
 
 INTERVALS = "95 % intervals over prompts"
+LONG = 40  # rows that no longer fit a page
 
 
 @dataclass(frozen=True)
@@ -85,19 +86,32 @@ class ResultTable:
         writer.writerows(rows)
         return _written(made.getvalue(), path, "CSV file")
 
-    def to_latex(self, path: str | Path | None = None, figures: Sequence[str] | None = None, digits: int = 2) -> str:
-        """A LaTeX tabular (package booktabs) of the dimensions and some figures with their intervals; returned, and
-        written where `path` is given. figures: None = those that say most and are known."""
+    def to_latex(
+        self,
+        path: str | Path | None = None,
+        figures: Sequence[str] | None = None,
+        digits: int = 2,
+        long: bool | None = None,
+    ) -> str:
+        """A LaTeX table (package booktabs) of the dimensions and some figures with their intervals; returned, and
+        written where `path` is given.
+
+        figures: None = those that say most and are known.
+        long: a longtable, which goes on over pages and repeats its head, and is no float; None = above `LONG` rows.
+        """
         shown, keys = self._chosen(figures, digits), len(self.names)
+        long = len(self.rows) > LONG if long is None else long
+        kind, packages = ("longtable", "booktabs,longtable") if long else ("tabular", "booktabs")
         lines = [
-            f"% needs \\usepackage{{booktabs}}; {self.intervals}",
-            f"\\begin{{tabular}}{{{'l' * keys}{'r' * len(shown)}}}",
+            f"% needs \\usepackage{{{packages}}}; {self.intervals}",
+            f"\\begin{{{kind}}}{{{'l' * keys}{'r' * len(shown)}}}",
             "\\toprule",
             _latex_row(map(escape_latex, self._heads(shown))),
             "\\midrule",
+            *["\\endhead", "\\bottomrule", "\\endfoot"] * long,
             *(_latex_row(_latex_cell(row.get(n), digits) for n in (*self.names, *shown)) for row in self.rows),
-            "\\bottomrule",
-            "\\end{tabular}",
+            *["\\bottomrule"] * (not long),
+            f"\\end{{{kind}}}",
         ]
         return _written("\n".join(lines) + "\n", path, "LaTeX file")
 
@@ -125,7 +139,7 @@ class ResultTable:
         telling = [n for n in SHOWN if n in known and any(r[n].value is not None for r in self.rows)]
         absent = [n for n in ("loop_share", "distance") if not any(n in r and r[n].value for r in self.rows)]
         telling = [n for n in telling if n not in absent]
-        return [n for n in ("drafted", "tested") if n in known] + telling
+        return [n for n in ("prompts", "drafted", "tested") if n in known] + telling
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -142,6 +156,32 @@ class ResultTable:
         head = "".join(f"<th>{escape(h)}</th>" for h in shown.heads)
         body = "".join(f"<tr>{''.join(f'<td>{escape(c)}</td>' for c in row)}</tr>" for row in shown.rows)
         return f"<table><tr>{head}</tr>{body}</table>"
+
+
+class Tabular:
+    """What results from any source share: they are shown and written as the table of `by()`."""
+
+    rows: list[dict[str, Any]]
+
+    def by(self, *names: str) -> ResultTable:
+        """Figures with intervals by dimensions."""
+        raise NotImplementedError
+
+    def to_latex(self, path: str | Path | None = None, **options: Any) -> str:
+        """`by().to_latex(...)`."""
+        return self.by().to_latex(path, **options)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def _repr_html_(self) -> str:
+        return self.by()._repr_html_()
+
+
+def spelled(prompts: Sequence[int]) -> str:
+    """How many prompts some figures are of: "8 prompts", "2 to 8 prompts"."""
+    low, high = min(prompts), max(prompts)
+    return f"{low} to {high} prompts" if low < high else f"{high} prompt{'s' * (high != 1)}"
 
 
 def in_words(name: str) -> str:
@@ -179,7 +219,7 @@ def _latex_cell(value: Any, digits: int) -> str:
     if not isinstance(value, Interval) or value.value is None:
         return "--" if value is None or isinstance(value, Interval) else escape_latex(_cell(value, digits))
     number = f"${value.value:.{digits}f}$"
-    return number if value.low is None else f"{number} (${value.low:.{digits}f}$--${value.high:.{digits}f}$)"
+    return number if value.low is None else f"{number} [${value.low:.{digits}f}$, ${value.high:.{digits}f}$]"
 
 
 def _cell(value: Any, digits: int) -> str:

@@ -185,7 +185,7 @@ def test_the_report_shows_html_in_prompts_as_text_and_fetches_nothing(finished: 
     assert not names & {"script", "link", "iframe", "object", "embed", "base", "a", "form"}
     images = [attributes["src"] or "" for tag, attributes in page.tags if tag == "img"]
     assert len(images) >= 5
-    assert all(source.startswith("data:image/png;base64,") for source in images)
+    assert all(source.startswith("data:image/svg+xml;base64,") for source in images)
     assert all(not name.startswith("on") for _, attributes in page.tags for name in attributes)
     policy = [a.get("content") for tag, a in page.tags if a.get("http-equiv") == "Content-Security-Policy"]
     assert policy == ["default-src 'none'; style-src 'unsafe-inline'; img-src data:"]
@@ -198,7 +198,7 @@ def test_in_a_browser_the_report_shows_html_as_text_and_fetches_nothing(finished
         page.open(finished / "report.html")
         address, *images = page.requests
         assert address == (finished / "report.html").resolve().as_uri()
-        assert all(image.startswith("data:image/png;base64,") for image in images)
+        assert all(image.startswith("data:image/svg+xml;base64,") for image in images)
         assert page.errors == []
         assert page.run("document.scripts.length") == 0
         assert EVIL.replace("\x00", "\ufffd") in page.run("document.body.textContent")

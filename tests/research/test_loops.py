@@ -90,9 +90,14 @@ def test_every_table_and_plot_marks_loops_and_only_them(rows: list[Any]) -> None
     assert "2 of 4 texts are loops" in str(loop_warning(summary))
     assert "2 rows whose texts are loops are left out" in str(loop_warning(summarise(rows, drop_loops=True)))
     assert "in loops" in Results.load(rows).by("strategy").text_table().heads
-    legends = [plots.acceptance_by_position(rows), facets(rows, colour="strategy"), facets(rows, colour="setting")]
-    for figure in legends:
-        assert "(50% in loops)" in figure.axes[0].get_legend().get_texts()[0].get_text()
+    for figure in (plots.acceptance_by_position(rows), facets(rows, colour="strategy"), facets(rows, colour="setting")):
+        assert "50% in loops" in figure.legends[0].get_title().get_text(), "once where all are alike"
+    mixed = [{**r, "setting": f"{r['setting']} {r['prompt']}"} for r in rows]
+    said = [t.get_text() for t in plots.acceptance_by_position(mixed).legends[0].get_texts()]
+    assert said == ["lookup a", "lookup b (100% in loops)"]
+    panels = plots.acceptance_by_position(rows, panel="prompt")
+    assert [a.get_title() for a in panels.axes] == ["prompt = a\n1 prompt", "prompt = b\n1 prompt, 100% in loops"]
+    assert "in loops" not in str(panels.legends[0].get_title().get_text()), "no share of all panels"
     straight = [r for r in rows if r["prompt"] == "a"]
     assert loop_warning(summarise(straight)) is None
     assert "in loops" not in settings_table(summarise(straight)).heads

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import re
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from specdec import SpeculativeDecoder
-from specdec.research.ablation import merge, report, run_ablation
+from specdec.research.ablation import merge, plots, report, run_ablation
+from specdec.research.ablation.look import svg
 from specdec.research.colours import (
     GROUNDS,
     LINES,
@@ -19,6 +24,7 @@ from specdec.research.colours import (
     colour_of,
     contrast,
     fill,
+    marker_of,
     on_any_ground,
     page_style,
 )
@@ -28,6 +34,13 @@ from tests.helpers.browser import browser, find_chromium
 from tests.helpers.grid import grid, save_pair
 
 AA = 4.5
+RESULTS = Path(__file__).resolve().parents[2] / "results"
+XYZ = np.array([[0.4125, 0.3576, 0.1804], [0.2127, 0.7152, 0.0722], [0.0193, 0.1192, 0.9503]])
+VISIONS = (
+    np.eye(3),
+    np.array([[0.1523, 1.0526, -0.2049], [0.1145, 0.7863, 0.0992], [-0.0039, -0.0481, 1.0520]]),
+    np.array([[0.3673, 0.8607, -0.2280], [0.2801, 0.6725, 0.0474], [-0.0118, 0.0429, 0.9689]]),
+)
 STYLES = {"report": report.STYLE, "token page": token_page.STYLE}
 
 
@@ -63,16 +76,58 @@ def test_pages_have_no_colour_of_their_own_and_none_fades(name: str) -> None:
     for prop, value in re.findall(r"(?:^|[{;\s])(color|background): ([^;}]+)", css):
         allowed = TEXTS if prop == "color" else {**GROUNDS, "fill": None}
         named = re.match(r"var\(--([\w-]+)", value)
-        assert value in ("transparent", "white") or (named and named[1] in allowed), (prop, value)
+        assert value == "transparent" or (named and named[1] in allowed), (prop, value)
     assert "opacity" not in css
     assert "#" not in css.replace("#panel", "")
 
 
 def test_texts_never_stand_on_a_ground_that_is_not_tried() -> None:
-    """The fill is only behind the page's own text, and white only behind images."""
+    """The fill is only behind the page's own text."""
     assert re.findall(r"([^\n}]*) \{[^}]*var\(--fill", token_page.STYLE) == ["form span", ".t, .d"]
     assert "background: transparent" in re.findall(r"^\.d \{[^}]*", token_page.STYLE, re.MULTILINE)[0]
-    assert re.findall(r"^(\w+) \{[^}]*white;", report.STYLE, re.MULTILINE) == ["img"]
+
+
+@pytest.mark.parametrize("name", plots.PLOTS)
+def test_plots_have_no_ground_and_are_seen_on_white_and_on_dark_pages(name: str) -> None:
+    made = svg(plots.PLOTS[name](RESULTS / ("context.parquet" if "context" in name else "figures.parquet")))
+    assert "svg { color: #1c1e21; fill: #1c1e21; } @media (prefers-color-scheme: dark) { svg { color: #eceff2;" in made
+    colours = set(re.findall(r"(?:fill|stroke): (#\w{6})", made)) - {"#1c1e21", "#eceff2"}
+    grid = "#b0b0b0"
+    assert colours - {grid}
+    for colour in colours - {grid}:
+        assert min(contrast(colour, ground) for ground in GROUNDS["ground"]) >= 3.0, colour
+    assert "#000000" not in made
+    assert "#ffffff" not in made
+    assert re.search(r'<g id="patch_1">\s*<path d="[^"]*" style="fill: none"', made), "no ground of its own"
+
+
+def seen(colour: str) -> list[np.ndarray]:
+    """A colour in CIELAB as normal, red-blind and green-blind people see it (Machado, Oliveira & Fernandes 2009)."""
+    parts = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    linear = np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
+    found = []
+    for matrix in VISIONS:
+        x, y, z = XYZ @ np.clip(matrix @ linear, 0, 1) / np.array([0.95047, 1, 1.08883])
+        f, g, h = (np.cbrt(v) if v > 0.008856 else 7.787 * v + 16 / 116 for v in (x, y, z))
+        found.append(np.array([116 * g - 16, 500 * (f - g), 200 * (g - h)]))
+    return found
+
+
+def distance(a: str, b: str) -> float:
+    """The least distance of two colours to these three kinds of vision."""
+    return min(float(np.linalg.norm(x - y)) for x, y in zip(seen(a), seen(b), strict=True))
+
+
+def test_strategies_are_told_apart_by_every_kind_of_vision() -> None:
+    most = ("draft-model", "prompt-lookup", "suffix", "ngram-mod", "eagle3")
+    for a, b in combinations(STRATEGY_COLOURS, 2):
+        apart = distance(STRATEGY_COLOURS[a], STRATEGY_COLOURS[b])
+        assert apart > (25 if {a, b} <= set(most) else 10), (a, b, apart)
+        assert apart > 20 or marker_of(a) != marker_of(b), (a, b, apart)
+    for name, colour in STRATEGY_COLOURS.items():
+        assert min(contrast(colour, ground) for ground in GROUNDS["ground"]) >= 3.0, name
+    assert distance("#D62728", "#8C8C00") < 25 < np.linalg.norm(seen("#D62728")[0] - seen("#8C8C00")[0]), "a control"
+    assert contrast("#F0E442", "#ffffff") < 1.4, "lookahead's yellow of before must fail"
 
 
 CHROMIUM = find_chromium()
@@ -97,6 +152,15 @@ def test_in_a_browser_nothing_is_wider_than_the_window_in_either_scheme(width: i
             page.open(file)
             assert page.run("document.documentElement.scrollWidth <= innerWidth"), (scheme, file.name)
             grounds.add((scheme, page.run("getComputedStyle(document.body).backgroundColor")))
+            if file.name == "report.html":
+                page.run("document.images[0].scrollIntoView()")
+                assert page.run("[...document.images].every(i => i.complete && i.naturalWidth > 100)")
+                shot = page.ask("Page.captureScreenshot")["data"]
+                pixels = np.asarray(Image.open(io.BytesIO(base64.b64decode(shot))).convert("L"))
+                # Ground is most of a plot, and its texts and frames are far from it.
+                assert np.median(pixels) == (255 if scheme == "light" else pytest.approx(23, abs=1))
+                assert pixels.min() < 40
+                assert pixels.max() > 200
             # The labels of a plot, 9 points in a figure of 5 inches, have 11 pixels or more.
             assert page.run("[...document.images].every(i => i.clientWidth * 9 / 72 / 5 >= 11)"), (scheme, file.name)
             if width == 1400:  # no column is cut

@@ -16,7 +16,7 @@ from specdec.errors import SpecdecError
 from specdec.research.ablation import plots
 from specdec.research.ablation.look import BESIDE, Look
 from specdec.research.ablation.table import figures
-from specdec.research.colours import STRATEGY_COLOURS, colour_of, luminance, on_any_ground, tint
+from specdec.research.colours import GROUNDS, STRATEGY_COLOURS, colour_of, contrast, luminance, on_any_ground, tint
 from specdec.research.facets import facets
 
 # Rounds as (strategy, drafted, accepted). Every text has 12 tokens.
@@ -85,7 +85,7 @@ def test_the_histogram_has_the_shares_of_drafted_rounds(rows: list[Any]) -> None
 def test_speed_up_is_measured_without_prefill_and_theory_lies_beside_it(rows: list[Any]) -> None:
     figure = plots.speedup_against_k(rows)
     assert lines(figure) == {"draft": ([1.0, 2.0], [pytest.approx(12 / 8.8), pytest.approx(12 / 7.0)])}
-    [theory] = [line for line in figure.axes[0].lines if line.get_linestyle() == "--" and len(line.get_xdata())]
+    [theory] = [line for line in figure.axes[0].lines if line.get_linestyle() == ":" and len(line.get_xdata())]
     a, per_token = 7 / 9, 0.1 + 0.2 / 2  # of the middle k, which is 2
     expected = [(1 + a) / (1 + per_token), (1 + a + a**2) / (1 + 2 * per_token)]
     assert list(theory.get_xdata()) == [1, 2]
@@ -189,7 +189,7 @@ def test_a_speed_up_needs_plain_rows_beside_it(rows: list[Any]) -> None:
 def test_an_absurd_k_costs_no_more_than_another_one(rows: list[Any]) -> None:
     huge = [{**r, "k": 10**15} if r.get("k") == 2 else r for r in rows]
     figure = plots.speedup_against_k(huge)
-    [theory] = [line for line in figure.axes[0].lines if line.get_linestyle() == "--" and len(line.get_xdata())]
+    [theory] = [line for line in figure.axes[0].lines if line.get_linestyle() == ":" and len(line.get_xdata())]
     xs = list(theory.get_xdata())
     assert (len(xs), xs[0], xs[-1]) == (plots.THEORY_POINTS, 1, 10**15)
     assert "whole number" in said(plots.speedup_against_k, [{**r, "k": "many"} if r.get("k") else r for r in rows])
@@ -216,7 +216,9 @@ def test_all_settings_are_drawn_in_panels_and_into_given_axes(rows: list[Any], t
     named = [{**r, "strategies": r["setting"].split()[0]} for r in rows]
     many = [{**r, "setting": f"{r['setting']} {i}"} for i in range(10) for r in named]
     figure = plots.acceptance_by_position(many, panel="strategies")
-    assert [a.get_title() for a in figure.axes] == ["strategies = draft", "strategies = lookup"]
+    assert [a.get_title() for a in figure.axes] == [
+        f"strategies = {s}\n2 prompts, 100% in loops" for s in ("draft", "lookup")
+    ]
     drawn = [len(a.get_legend_handles_labels()[1]) for a in figure.axes]
     assert drawn == [20, 10]
     for place in figure.axes:  # beside each other, among those of the panel, and around the position
@@ -244,13 +246,15 @@ def test_settings_of_a_strategy_are_told_apart_and_from_white(rows: list[Any]) -
         shades = [luminance(Look(made).colour(f"k={k}")) for k in range(6)]
         assert shades == sorted(shades, reverse=True)
         assert min((a + 0.05) / (b + 0.05) for a, b in pairwise(shades)) > 1.1
-        assert 1.05 / (shades[0] + 0.05) > 2.9
+        for ground in GROUNDS["ground"]:
+            assert min(contrast(Look(made).colour(f"k={k}"), ground) for k in range(6)) >= 3.0
+        assert len({str(Look(made).style(f"k={k}")["linestyle"]) for k in range(3)}) == 3, "dashes, for prints in grey"
 
 
 def test_facets_draw_any_figure_against_any_axis(rows: list[Any]) -> None:
     both = [{**r, "category": c, "prompt": r["prompt"] + c} for c in ("x", "y") for r in rows]
     figure = facets(both, "draft_acceptance_rate", x="position", colour="strategy", panel="category")
-    assert [a.get_title() for a in figure.axes] == ["category = x", "category = y"]
+    assert [a.get_title() for a in figure.axes] == [f"category = {c}\n2 prompts, 100% in loops" for c in "xy"]
     assert len({a.get_ylim() for a in figure.axes}) == 1, "panels are on one scale"
     few = facets([r for r in rows if r["prompt"] == "a"], x="position", colour="strategy")
     assert len(lines(few)["draft-model"][0]) == 1, "four tokens were tested at position 2"

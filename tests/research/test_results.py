@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -16,11 +17,12 @@ from typer.testing import CliRunner
 from specdec import Results, Stats
 from specdec.cli import app
 from specdec.errors import SpecdecError
+from specdec.research import results_table
 from specdec.research.ablation import plots
 from specdec.research.ablation.compare import candidate
 from specdec.research.ablation.summary import by_setting, summarise
 from specdec.research.ablation.table import write_table
-from specdec.research.ablation.tables import candidates_table, settings_table
+from specdec.research.ablation.tables import candidates_table, category_table, settings_table
 from specdec.research.bootstrap import least_p, swap_test
 from specdec.research.facets import facets
 from specdec.research.results_table import escape_latex
@@ -125,8 +127,39 @@ def test_latex_has_rules_intervals_and_escaped_names(rows: list[Any]) -> None:
         "category & tokens per round & rounds",
     ):
         assert part in made
-    assert "--$" in made  # an interval
+    assert re.search(r"\$\d\.\d\d\$ \[\$\d\.\d\d\$, \$\d\.\d\d\$\]", made), "an interval"
+    worse = Results.load(rows).against("draft k=2").to_latex(figures=["tokens_per_round_difference"])
+    assert re.search(r"\$-\d\.\d\d\$ \[\$-\d\.\d\d\$, \$-\d\.\d\d\$\]", worse), "no dash between two signs"
     assert escape_latex("50% of {x}\\") == r"50\% of \{x\}\textbackslash{}"
+
+
+def test_a_latex_table_longer_than_a_page_is_a_longtable_and_says_its_package(rows: list[Any]) -> None:
+    many = [
+        {**r, "prompt": f"{r['prompt']}{i}", "category": f"c{i}"} for i in range(results_table.LONG + 1) for r in rows
+    ]
+    made = Results.load(many).by("category").to_latex()
+    for part in (r"\usepackage{booktabs,longtable}", r"\begin{longtable}{lr", r"\endhead", r"\end{longtable}"):
+        assert made.count(part) == 1, part
+    assert made.index(r"\bottomrule") < made.index(r"\endfoot") < made.index("c0")
+    short = Results.load(rows).by("category")
+    assert "longtable" not in short.to_latex()
+    assert "longtable" in short.to_latex(long=True)
+
+
+def test_intervals_say_of_how_many_prompts_they_are(rows: list[Any]) -> None:
+    found = Results.load(rows)
+    for names in (("category",), ("category", "position"), ("category", "length")):
+        table = found.by(*names)
+        assert {r["category"]: r["prompts"] for r in table.rows} == {"code": 2, "a_b & c": 1}, names
+        assert table.intervals.startswith("95 % intervals over 1 to 2 prompts"), names
+        assert "prompts &" in table.to_latex()
+    assert category_table(summarise(rows)).heads == ["setting", "code (2 prompts)", "a_b & c (1 prompt)"]
+    drawn = facets(rows, "tokens_per_round", x="category")
+    assert [t.get_text() for t in drawn.axes[0].get_xticklabels()] == ["code\n2 prompts", "a_b & c\n1 prompt"]
+    note = " ".join(drawn.legends[0].get_title().get_text().split())
+    assert note == "95 % intervals over 1 to 2 prompts; pooled over k (1, 2, none); 9 of 9 rows end in a loop"
+    one = facets(found.where(k=1), "tokens_per_round", x="k").legends[0].get_title().get_text()
+    assert " ".join(one.split()) == "95 % intervals over 3 prompts; 3 of 3 rows end in a loop 100% in loops"
 
 
 def test_without_pandas_one_line_says_what_to_install(rows: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,7 +313,7 @@ def test_a_benchs_document_is_results_too(tmp_path: Path) -> None:
     assert value(table, "conditional_acceptance_rate", contender="draft") == 0.75
     assert value(table, "speedup_low", contender="draft") == 18.0
     assert found.where(contender="draft").by().names == ("scenario", "contender")
-    assert "$20.0$ ($18.0$--$22.0$)" in found.to_latex(figures=["tokens_per_second"], digits=1)
+    assert "$20.0$ [$18.0$, $22.0$]" in found.to_latex(figures=["tokens_per_second"], digits=1)
     assert (len(found), [r["contender"] for r in found]) == (2, ["plain", "draft"])
     drawn = facets(found, "tokens_per_second", x="contender", colour="scenario").axes[0]
     assert [t.get_text() for t in drawn.get_xticklabels()] == ["plain", "draft"]

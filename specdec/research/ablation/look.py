@@ -1,46 +1,103 @@
-"""How plots look: colours, markers and places of settings, panels, and what every figure begins and ends with."""
+"""What all plots share: their table, colours and places of settings, panels, legends, and SVG for pages."""
 
 from __future__ import annotations
 
+import io
 import math
+import re
+import textwrap
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from specdec.errors import SpecdecError
-from specdec.research.ablation.table import Row, with_plain
+from specdec.research.ablation.summary import SUMMED, conversation
+from specdec.research.ablation.table import Row, as_rows, with_plain
 from specdec.research.bootstrap import Interval
-from specdec.research.colours import colour_of, marker_of, with_luminance
-from specdec.research.results_table import check_name
+from specdec.research.colours import DARKEST, LIGHTEST, TEXTS, colour_of, marker_of, with_luminance
+from specdec.research.results_table import check_name, spelled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-FEW = 3  # entries of a legend inside the axes
 LEAST_TESTED = 5  # tokens of a point that is plotted
-MARKED = 0.01  # loop share from which a legend says it
+MARKED = 0.01  # loop share from which a figure says it
 BESIDE, DODGE = 0.12, 0.5  # of the distance between two places: from line to line, and at most for all together
 COLUMNS = 3  # panels in a row
-LIGHTEST, DARKEST = 0.3, 0.07  # luminances of the settings of one strategy: 3 : 1 and more to white
+DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (6, 2, 1, 2)))  # of one strategy's settings; theory is dotted
+COMMON = ("setting", "status", "drafts", "prompt")
+ROUNDS = ("drafted_rounds",)  # by which a plot knows the rows that drafted
+NEEDED = tuple(name for name in SUMMED if name != "distance")  # older tables have none
+PAIRED = ("cell", "plain", "pair", "seed", "batch_size", "call", "equals_plain", *NEEDED)  # for speed-ups over plain
 
 
 class Look:
-    """The colour, marker and place of every setting of a table: a strategy's settings are shades of its colour."""
+    """The colour, marker and dashes of every setting of a table: a strategy's settings are shades of its colour."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.strategy = {r["setting"]: strategy_of(r) for r in rows if r["drafts"]}
-        self.loops = shares([(label, r) for r in rows if r["drafts"] for label in (r["setting"], curve(r["setting"]))])
+
+    def style(self, setting: str) -> dict[str, Any]:
+        """Options of a line."""
+        return {
+            "color": self.colour(setting),
+            "marker": marker_of(self.strategy[setting]),
+            "linestyle": DASHES[self._same(setting).index(setting) % len(DASHES)],
+        }
 
     def colour(self, setting: str) -> str:
-        who = self.strategy[setting]
-        same = [name for name, other in self.strategy.items() if other == who]
+        same = self._same(setting)
         if len(same) == 1:
-            return colour_of(who)
+            return colour_of(self.strategy[setting])
         share = same.index(setting) / (len(same) - 1)
-        return with_luminance(colour_of(who), LIGHTEST * (DARKEST / LIGHTEST) ** share)
+        return with_luminance(colour_of(self.strategy[setting]), LIGHTEST * (DARKEST / LIGHTEST) ** share)
 
-    def marker(self, setting: str) -> str:
-        return marker_of(self.strategy[setting])
+    def _same(self, setting: str) -> list[str]:
+        return [name for name, other in self.strategy.items() if other == self.strategy[setting]]
+
+
+def of_table(*columns: str) -> Callable[[Callable[..., None]], Callable[..., Figure]]:
+    """A plot of rows into axes -> a figure of a results table in any form, which has rows, these columns, and a row
+    that did not fail; else SpecdecError, which names the plot."""
+
+    def decorate(plot: Callable[..., None]) -> Callable[..., Figure]:
+        needed = tuple(dict.fromkeys((*COMMON, *columns)))
+
+        @wraps(plot)
+        def checked(
+            results: Any, *arguments: Any, ax: Any = None, where: Any = None, panel: str | None = None, **options: Any
+        ) -> Figure:
+            from specdec.research.results import Results
+
+            try:
+                rows = as_rows(results)
+                _check(rows, needed)
+                rows = rows if where is None else Results(rows, "where").where(where).rows
+                parts, look = panels(rows, panel), Look(rows)
+                figure, axes = make_axes(len(parts), ax)
+                for place, (title, own) in zip(axes, parts.items(), strict=True):
+                    plot(own, place, look, *arguments, **options)
+                    place.set_title(title, fontsize=10)
+                names = [(n, r) for r in rows if r["drafts"] for n in {r["setting"], curve(r["setting"])}]
+                finish(axes, figure, shares(names) if panel is None else {})
+                return axes[0].figure
+            except SpecdecError as error:
+                raise SpecdecError(f"{plot.__name__}: {error}") from error
+
+        return checked
+
+    return decorate
+
+
+def _check(rows: Sequence[Row], needed: Sequence[str]) -> None:
+    if not rows:
+        raise SpecdecError("the results table has no rows")
+    missing = [name for name in needed if any(name not in row for row in rows)]
+    if missing:
+        raise SpecdecError(f"the results table lacks the columns {', '.join(missing)}")
+    if all(row["status"] != "ok" for row in rows):
+        raise SpecdecError(f"every row of the results table failed, the first with: {rows[0].get('error')}")
 
 
 def shift(index: int, count: int, step: float = 1.0) -> float:
@@ -72,7 +129,7 @@ def strategy_of(row: Mapping[str, Any]) -> str | None:
 
 
 def panels(rows: Sequence[Row], name: str | None) -> dict[str, list[Row]]:
-    """Rows by panel, each with the plain rows of its own; one panel without a name."""
+    """Rows by panel's title, each with the plain rows of its own; one panel without a name."""
     if name is None:
         return {"": list(rows)}
     if not any(check_name("panel", name) in r for r in rows):
@@ -81,8 +138,15 @@ def panels(rows: Sequence[Row], name: str | None) -> dict[str, list[Row]]:
     found: dict[str, list[Row]] = {}
     for value in dict.fromkeys(r.get(name) for r in rows if r["drafts"]):
         own = [r for r in rows if r["drafts"] and r.get(name) == value]
-        found[f"{name} = {value}"] = with_plain(own, rows)
+        found[panel_title(name, value, [len({conversation(r) for r in own})], own)] = with_plain(own, rows)
     return found or {"": list(rows)}
+
+
+def panel_title(name: str, value: Any, prompts: Sequence[int], rows: Sequence[Row]) -> str:
+    """A panel's value, and what its intervals rest on: prompts, and the share of these rows' tokens in loops."""
+    looped = shares(("", r) for r in rows)
+    about = [spelled(prompts)] * bool(prompts) + [f"{looped[n]:.0%} in loops" for n in looped]
+    return f"{name} = {value}" + f"\n{', '.join(about)}" * bool(about)
 
 
 def make_axes(count: int, given: Any = None) -> tuple[Figure | None, list[Any]]:
@@ -94,44 +158,67 @@ def make_axes(count: int, given: Any = None) -> tuple[Figure | None, list[Any]]:
         if count > 1:
             raise SpecdecError("ax and panel: give axes for one panel, and `where` for its rows")
         return None, [given]
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise SpecdecError("plots need the package matplotlib: install specdec[research]") from None
+    need_matplotlib("plots")
+    from matplotlib.figure import Figure
+
     columns = min(count, COLUMNS)
     lines = math.ceil(count / columns)
     size = (5.0, 3.6) if count == 1 else (4.2 * columns, 3.4 * lines)
     figure = Figure(figsize=size, layout="constrained")
-    made = figure.subplots(lines, columns, squeeze=False).flat
-    for spare in list(made)[count:]:
+    for spare in list(figure.subplots(lines, columns, squeeze=False).flat)[count:]:
         spare.remove()
     return figure, figure.axes
 
 
-def error_bars(
-    axes: Any, points: Iterable[tuple[float, Interval]], label: str, colour: str, marker: str, **style: Any
-) -> Any:
+def need_matplotlib(what: str = "reports") -> None:
+    """Raise SpecdecError where plots could not be made."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise SpecdecError(f"{what} need the package matplotlib: install specdec[research]") from None
+
+
+def error_bars(axes: Any, points: Iterable[tuple[float, Interval]], label: str, **style: Any) -> Any:
     """Draw points with their intervals; returns the line. Points without a value are left out, and an end that is not
     known is the value."""
     known = [(x, f, f.value) for x, f in points if f.value is not None]
     low = [max(0.0, v - (v if f.low is None else f.low)) for _, f, v in known]
     high = [max(0.0, (v if f.high is None else f.high) - v) for _, f, v in known]
-    style |= {"color": colour, "marker": marker, "label": label}
-    return axes.errorbar([x for x, _, _ in known], [v for _, _, v in known], yerr=[low, high], **style)[0]
+    style = {"elinewidth": 1, "capsize": 2, "markersize": 5, **style, "label": label}
+    made = axes.errorbar([x for x, _, _ in known], [v for _, _, v in known], yerr=[low, high], **style)
+    return made[0]
 
 
-def finish(axes: Any, figure: Figure | None, loops: Mapping[str, float]) -> None:
-    """A legend of all panels; of many entries below them. figure: None = the axes are the caller's; loops: loop shares
-    of labels, which the legend says."""
+def finish(axes: Sequence[Any], figure: Figure | None, loops: Mapping[str, float], note: str = "") -> None:
+    """A legend of all panels and a note, below them. figure: None = the axes are the caller's, with a legend inside;
+    loops: loop shares of labels, which the legend says."""
     # A name that begins with an underscore would be left out of the legend, and `$` would be read as mathematics.
     found = {label: handle for a in axes for handle, label in zip(*a.get_legend_handles_labels(), strict=True)}
     names = {label: label.rpartition("  ")[2] for label in found}  # without the number that a point has
-    marked = (f"{label} ({loops[n]:.0%} in loops)" if n in loops else label for label, n in names.items())
-    shown = [label.replace("$", r"\$") for label in marked]
-    if figure is None or (len(found) <= FEW and len(axes) == 1):
-        if found:
-            axes[0].legend(list(found.values()), shown, fontsize=9)
-        return
-    columns = max(1, int(figure.get_figwidth() / (0.7 + 0.07 * max(map(len, shown)))))
-    figure.set_figheight(figure.get_figheight() + 0.18 * math.ceil(len(found) / columns))
-    figure.legend(list(found.values()), shown, fontsize=9, loc="outside lower center", ncols=columns)
+    said = {label: f"{loops[n]:.0%} in loops" for label, n in names.items() if n in loops}
+    alike = len(set(said.values())) == 1 and set(loops) >= {n for n in names.values() if n != "theory"}
+    ends = {label: f" ({text})" for label, text in said.items() if not alike}
+    shown = [f"{label}{ends.get(label, '')}".replace("$", r"\$") for label in found]
+    lines = textwrap.wrap(note, int(figure.get_figwidth() * 15)) if figure is not None else []
+    lines += [text for text in dict.fromkeys(said.values()) if alike]
+    title = "\n".join(lines).replace("$", r"\$") or None
+    style: dict[str, Any] = {"fontsize": 9, "title": title, "title_fontsize": 8}
+    if figure is not None:
+        columns = max(1, int(figure.get_figwidth() / (0.7 + 0.07 * max(map(len, shown), default=0))))
+        figure.set_figheight(figure.get_figheight() + 0.18 * math.ceil(len(found) / columns) + 0.14 * len(lines))
+        style |= {"loc": "outside lower center", "ncols": columns, "frameon": False}
+    if found:
+        (axes[0] if figure is None else figure).legend(list(found.values()), shown, **style)
+
+
+def svg(figure: Figure) -> str:
+    """A figure as SVG without a ground, whose texts and frames are dark on a light page and light on a dark one."""
+    from matplotlib import rc_context
+
+    made = io.StringIO()
+    with rc_context({"svg.fonttype": "path", "svg.hashsalt": "specdec"}):
+        figure.savefig(made, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator")))
+    light, dark = (f"svg {{ color: {c}; fill: {c}; }}" for c in TEXTS["text"])
+    scheme = f"{light} @media (prefers-color-scheme: dark) {{ {dark} }}"
+    found = made.getvalue().replace("#000000", "currentColor").replace("</style>", f" {scheme}</style>", 1)
+    return re.sub(r"\s+", " ", found)

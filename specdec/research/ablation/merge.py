@@ -8,7 +8,8 @@ from typing import Any
 
 from specdec.errors import SpecdecError
 from specdec.files.texts import write_file
-from specdec.research.ablation.report import need_matplotlib, render
+from specdec.research.ablation.look import need_matplotlib
+from specdec.research.ablation.report import render
 from specdec.research.ablation.store import Store, read_checked
 from specdec.research.ablation.summary import summarise
 from specdec.research.ablation.table import TABLE, need_pyarrow, table_of, write_table

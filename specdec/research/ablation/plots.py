@@ -11,6 +11,7 @@ or whose rows all failed is a SpecdecError that says so.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,8 +20,7 @@ import numpy as np
 
 from specdec.config import check_whole
 from specdec.errors import SpecdecError
-from specdec.research.ablation.look import LEAST_TESTED, Look, curve, error_bars, shift
-from specdec.research.ablation.plot_table import PAIRED, ROUNDS, of_table
+from specdec.research.ablation.look import LEAST_TESTED, PAIRED, ROUNDS, Look, curve, error_bars, of_table, shift
 from specdec.research.ablation.summary import (
     by_setting,
     conversation,
@@ -32,7 +32,7 @@ from specdec.research.ablation.summary import (
 )
 from specdec.research.ablation.table import Row, at
 from specdec.research.bootstrap import Interval, ratio
-from specdec.research.colours import colour_of, tint
+from specdec.research.colours import TARGET, colour_of
 from specdec.research.results_table import IN_WORDS
 from specdec.stats import PER_TESTED, RoundRecord
 
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_COLOURS = 8  # settings of a scatter plot that colours tell apart
+AXES, CENTRED = (310, 210), {"ha": "center", "va": "center"}
 TIME_BINS, CONTEXT_BINS = 12, 8
 THEORY_POINTS = 256  # at most, of a theory's line
 
@@ -76,7 +77,7 @@ def accepted_length_histogram(rows: list[Row], axes: Any, look: Look) -> None:
 
 @of_table(*PAIRED)
 def speedup_against_k(rows: list[Row], axes: Any, look: Look) -> None:
-    """Measured speed-up over plain decoding, prefill left out, against the axis `k`, with intervals; as a dashed
+    """Measured speed-up over plain decoding, prefill left out, against the axis `k`, with intervals; as a dotted
     line, what theory gives for the acceptance, costs and share of drafted rounds measured at the middle k."""
     groups = by_setting(rows)
     curves: dict[str, list[tuple[int, Any]]] = defaultdict(list)
@@ -100,9 +101,9 @@ def speedup_against_k(rows: list[Row], axes: Any, look: Look) -> None:
         costs = points[len(points) // 2][1]["costs"]
         if costs is not None:
             ks = _lengths(points[-1][0])
-            axes.plot(ks, [theoretical_speedup(costs, k) for k in ks], "--", color=line.get_color(), alpha=0.6)
-    axes.plot([], [], "--", color="grey", label="theory")
-    axes.axhline(1.0, color="grey", linewidth=0.8)
+            axes.plot(ks, [theoretical_speedup(costs, k) for k in ks], ":", color=line.get_color())
+    axes.plot([], [], ":", color=TARGET, label="theory")
+    axes.axhline(1.0, color=TARGET, linewidth=0.8)
 
 
 @of_table(*ROUNDS, *PAIRED)
@@ -119,20 +120,36 @@ def cost_acceptance_pareto(rows: list[Row], axes: Any, look: Look) -> None:
     if not points:
         raise SpecdecError("the results table has no drafting setting with plain rows")
     _label(axes, "cost of a round in plain passes", IN_WORDS["tokens_per_round"])
-    widest = max(cost for _, cost, _ in points) * 1.08
-    for gain in (0.5, 1.0, 1.5, 2.0, 3.0):
-        axes.plot([0, widest], [0, gain * widest], color="lightgrey", linewidth=0.8, zorder=0)
-        place = (0.98 * widest, 0.98 * gain * widest)
-        axes.annotate(f"{gain:g}x", place, color="grey", fontsize=8, ha="right", clip_on=True)
+    left, right = min(0.9, *(c for _, c, _ in points)) * 0.95, max(c for _, c, _ in points) * 1.08
+    top = max(g for _, _, g in points) * 1.1
+    axes.set_xlim(left, right)
+    axes.set_ylim(0.9, top)
+    for gain in (g for g in (0.5, 1.0, 1.5, 2.0, 3.0, 4.0) if g * right > 1.0 and g * left < top):
+        axes.plot([0, right], [0, gain * right], color=TARGET, linewidth=0.6, zorder=0)
+        end = min(right, top / gain)  # where the line leaves the axes
+        text, place = ((-3, -4), {"ha": "right", "va": "top"}) if end == right else ((0, 2), {"ha": "center"})
+        axes.annotate(f"{gain:g}x", (end, gain * end), text, textcoords="offset points", fontsize=8, **place)
+    texts = _beside([((c - left) / (right - left), (g - 0.9) / (top - 0.9)) for _, c, g in points])
     for i, (name, cost, gain) in enumerate(points, 1):
         beaten = any(c <= cost and g >= gain and (c, g) != (cost, gain) for _, c, g in points)
         label, shape = name, "o" if beaten else "D"
         if len(points) > MOST_COLOURS:
             label = f"{i}  {name}"
-            axes.annotate(str(i), (cost, gain), (4, 3), textcoords="offset points", fontsize=8)
+            axes.annotate(str(i), (cost, gain), texts[i - 1], textcoords="offset points", fontsize=8, **CENTRED)
         axes.scatter([cost], [gain], s=45, label=label, marker=shape, color=look.colour(name))
-    axes.set_xlim(min(0.9, *(c for _, c, _ in points)) * 0.95, widest)
-    axes.set_ylim(0.9, max(g for _, _, g in points) * 1.1)
+
+
+def _beside(places: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Where the number of each point goes, in typographic points from it, so that no number lies on another or on a
+    point. places: shares of the axes, which are about AXES points large."""
+    taken = [(x * AXES[0], y * AXES[1]) for x, y in places]
+    ways = [(r * math.cos(a), r * math.sin(a)) for r in (10, 16, 23, 31) for a in np.arange(0.8, 7, math.pi / 6)]
+    found = []
+    for x, y in list(taken):
+        u, v = min(ways, key=lambda w: sum(abs(x + w[0] - a) < 11 and abs(y + w[1] - b) < 8 for a, b in taken))
+        taken.append((x + u, y + v))
+        found.append((u, v))
+    return found
 
 
 @of_table(*ROUNDS, "prompt_tokens", "records")
@@ -176,7 +193,7 @@ def strategy_share_over_time(rows: list[Row], axes: Any, look: Look, setting: st
     middles = (np.arange(bins) + 0.5) * longest / bins
     names = sorted(counts, key=lambda n: n == "target")
     shares = [counts[n] / np.maximum(1, total) for n in names]
-    axes.stackplot(middles, *shares, labels=names, colors=[colour_of(n) for n in names], alpha=0.85)
+    axes.stackplot(middles, *shares, labels=names, colors=[colour_of(n) for n in names])
     axes.set_ylim(0, 1)
 
 
@@ -246,5 +263,4 @@ def _whole_ticks(axes: Any) -> None:
 def _line(axes: Any, look: Look, name: str, points: Sequence[tuple[float, Any]], beside: float = 0.0) -> Any:
     """A line with error bars; points are (x, Interval or its dict)."""
     found = [(x + beside, Interval(**i) if isinstance(i, Mapping) else i) for x, i in points]
-    colour, marker = look.colour(name), look.marker(name)
-    return error_bars(axes, found, name, colour, marker, ecolor=tint(colour, 0.4), elinewidth=1, capsize=2)
+    return error_bars(axes, found, name, **look.style(name))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import html
-import io
 import re
 import unicodedata
 from collections.abc import Collection, Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import Any
 import yaml
 
 from specdec.errors import SpecdecError
+from specdec.research.ablation.look import panels, svg
 from specdec.research.ablation.table import Row
 from specdec.research.ablation.tables import category_table, comparison_table, loop_warning, settings_table
 from specdec.research.bench.tables import Table
@@ -26,7 +26,7 @@ from specdec.research.colours import page_style
 SHOWN_TEXT = 400  # characters of a prompt's end and of an output
 SHOWN_DIFFERENCES, SHOWN_ROWS, MANY_SETTINGS = 20, 8, 8
 EVERY_ROW_FAILED = "Every row failed: there are no figures and no plots"
-INTERVAL = re.compile(r"^([\d.-]+ )(\([\d.-]+\))$")  # is broken before it, never inside
+INTERVAL = re.compile(r"^([\d.-]+ )(\([\d. to-]+\))$")  # is broken before it, never inside
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1400px; margin: 0 auto; padding: 1em; overflow-wrap: anywhere;
   color: var(--text); background: var(--ground); }
@@ -43,7 +43,7 @@ th:first-child, td:first-child { text-align: left; min-width: 9em; }
 pre { background: var(--panel); padding: .8em; overflow-x: auto; white-space: pre-wrap; font-size: 12px; }
 figure { margin: 1em 0; display: grid; gap: 8px;
   grid-template-columns: repeat(auto-fit, minmax(min(420px, 100%), 1fr)); }
-img { width: 100%; max-width: 700px; background: white; border-radius: 6px; }
+img { width: 100%; max-width: 700px; }
 figcaption { font-weight: 600; grid-column: 1 / -1; }
 summary { cursor: pointer; } summary + p { color: var(--quiet); }
 """
@@ -164,7 +164,6 @@ def _comparisons(summary: Mapping[str, Any]) -> str:
 def _plots(rows: Sequence[Row]) -> list[str]:
     """Every plot that these rows allow, with an image a chain where there are many settings, and why the others are
     missing. Images of their own, and no panels of one, so that they fit under each other into a narrow window."""
-    from specdec.research.ablation.look import panels
     from specdec.research.ablation.plots import PLOTS
 
     drafting = list(dict.fromkeys(r["setting"] for r in rows if r["drafts"]))
@@ -178,11 +177,10 @@ def _plots(rows: Sequence[Row]) -> list[str]:
             except SpecdecError as error:  # these rows have nothing for it: no axis k, no draft
                 reasons.append(str(error))
                 continue
+            name = name.partition("\n")[0]
             figure.axes[0].set_title(name, fontsize=10)
-            buffer = io.BytesIO()
-            figure.savefig(buffer, format="png", dpi=150)
-            image = base64.b64encode(buffer.getvalue()).decode()
-            images.append(f'<img alt="{text(f"{title} {name}")}" src="data:image/png;base64,{image}">')
+            image = base64.b64encode(svg(figure).encode()).decode()
+            images.append(f'<img alt="{text(f"{title} {name}")}" src="data:image/svg+xml;base64,{image}">')
         if images:
             made.append(f"<figure><figcaption>{text(title)}</figcaption>{''.join(images)}</figure>")
         made += [f"<p>Not drawn: {text(reason)}.</p>" for reason in dict.fromkeys(reasons)]
@@ -222,11 +220,3 @@ def _examples(manifest: Mapping[str, Any], rows: Sequence[Row]) -> str:
             f"<pre>{text(texts[prompt][-SHOWN_TEXT:])}</pre>{blocks}</details>"
         )
     return "".join(made)
-
-
-def need_matplotlib() -> None:
-    """Raise SpecdecError where the report's plots could not be made."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise SpecdecError("reports need the package matplotlib: install specdec[research]") from None

@@ -284,8 +284,10 @@ def compare_settings(name: str, a: Sequence[Row], other: str, b: Sequence[Row]) 
 
 
 def _categories(group: Sequence[Row]) -> dict[str, Any]:
-    sound = [r for r in group if r["status"] == "ok"]
-    return {c: _ratios([r for r in sound if r["category"] == c]) for c in dict.fromkeys(r["category"] for r in group)}
+    found: dict[str, list[Row]] = {r["category"]: [] for r in group}
+    for row in group:
+        found[row["category"]] += [row] * (row["status"] == "ok")
+    return {c: {"prompts": len({conversation(r) for r in rows}), **_ratios(rows)} for c, rows in found.items()}
 
 
 def _errors(rows: Sequence[Row]) -> list[dict[str, Any]]:

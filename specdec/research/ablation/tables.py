@@ -7,7 +7,7 @@ from typing import Any
 
 from specdec.research.ablation.summary import COMPARED
 from specdec.research.bench.tables import Table, figure, interval
-from specdec.research.results_table import IN_WORDS, in_words
+from specdec.research.results_table import IN_WORDS, in_words, spelled
 from specdec.stats import PER_TESTED, RATES
 
 LOOP_HEADS = (IN_WORDS["loop_share"], f"{PER_TESTED} without loops")
@@ -115,7 +115,10 @@ def category_table(summary: Mapping[str, Any]) -> Table:
         for name, entry in summary["categories"].items()
         if summary["settings"][name]["drafts"]
     ]
-    return Table("", ["setting", *categories], rows)
+    several = summary["categories"].values()
+    prompts = {c: [e[c]["prompts"] for e in several if "prompts" in e.get(c, ())] for c in categories}
+    heads = [f"{c} ({spelled(n)})" if n else c for c, n in prompts.items()]
+    return Table("", ["setting", *heads], rows)
 
 
 def p_value(p: float | None) -> str:

@@ -39,7 +39,10 @@ def interval(entry: Mapping[str, Any] | None, digits: int = 2) -> str:
     if entry is None or entry["value"] is None:
         return "-"
     text = figure(entry["value"], digits)
-    return text if entry.get("low") is None else f"{text} ({entry['low']:.{digits}f}-{entry['high']:.{digits}f})"
+    if entry.get("low") is None:
+        return text
+    low, high = (figure(entry[end], digits) for end in ("low", "high"))
+    return f"{text} ({low}{' to ' if low[0] == '-' else '-'}{high})"  # of a negative one the dash would be a sign
 
 
 def spread(entry: Mapping[str, float], digits: int = 2) -> str:

@@ -27,6 +27,7 @@ import numpy as np
 from specdec.decoding.result import Round
 from specdec.errors import SpecdecError
 from specdec.research.bootstrap import Interval, ratio
+from specdec.research.traces.records import records_of
 from specdec.research.traces.rounds import nodes
 from specdec.research.traces.trace import Trace, record
 
@@ -262,17 +263,15 @@ class Position:
 
 def by_position(trace: Trace, strategies: Iterable[str] | None = None) -> list[Position]:
     """Acceptance by draft position; positions that no round tested have no entry."""
-    tokens = drafted_tokens(trace, strategies=strategies)
-    chosen = {id(r) for r in trace.select(strategies=strategies)}
-    begun = zip(trace.rounds, trace.drafted_before(), strict=True)
-    rounds = sum(id(r) in chosen and bool(r.draft) and before == 0 for r, before in begun)
+    chosen = [trace.select([i], strategies) for i in range(len(trace.rows))]
+    drafted = [r for passes in chosen for r in records_of(passes) if r.drafted]
     found = []
-    for position in sorted({t.position for t in tokens if t.tested}):
-        here = [t for t in tokens if t.position == position and t.tested]
-        # A level of a tree tests several siblings and counts once: which of them was accepted does not matter here.
-        tested = len({(t.row, t.context) for t in here})
-        reached = sum(t.accepted for t in here)
-        found.append(Position(position, tested, reached, reached / tested, reached / rounds))
+    for i in range(max((r.depth for r in drafted), default=0)):
+        tested, reached = (
+            sum(values) for values in zip(*((r.tested(i), r.accepted > i) for r in drafted), strict=True)
+        )
+        if tested:
+            found.append(Position(i + 1, tested, reached, reached / tested, reached / len(drafted)))
     return found
 
 
