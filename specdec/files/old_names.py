@@ -51,7 +51,7 @@ MOVED = {
     "research.inflate": "research.models.inflate",
     "research.lookup": "research.offline.lookup",
     "research.monitor": "research.traces.monitor",
-    "research.plot_table": "research.ablation.plot_table",
+    "research.plot_table": "research.ablation.look",
     "research.plots": "research.ablation.plots",
     "research.prompt_sources": "research.prompts.sources",
     "research.replay": "research.offline.replay",
