@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specdec.errors import SpecdecError, unknown_name
+from specdec.errors import SpecdecError
 from specdec.files.texts import is_file, read_json
 from specdec.research.bootstrap import Interval
 from specdec.research.results_table import ResultTable, Tabular, named
@@ -59,7 +59,7 @@ class BenchResults(Tabular):
         """Some of the rows: those with these values, or one of a list. Raises SpecdecError where none is left."""
         values = {**(keep or {}), **values}
         for name in values:
-            self._check("where", name)
+            self._check("where", name, self.dimensions)
         wanted = {n: v if isinstance(v, (list, tuple, set)) else [v] for n, v in values.items()}
         kept = [r for r in self.rows if all(r[n] in v for n, v in wanted.items())]
         if not kept:
@@ -71,7 +71,7 @@ class BenchResults(Tabular):
         where a dimension is left out that tells rows apart: a document has nothing to pool them from."""
         names = named("by", names) or self.dimensions
         for name in names:
-            self._check("by", name)
+            self._check("by", name, self.dimensions)
         rest = [n for n in self.dimensions if n not in names]
         for name in rest:
             found = list(dict.fromkeys(r[name] for r in self.rows))
@@ -102,10 +102,6 @@ class BenchResults(Tabular):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """The rows of `by().flat()`."""
         return iter(self.by())
-
-    def _check(self, what: str, name: str) -> None:
-        if name not in self.dimensions:
-            raise unknown_name(f"dimension of {what}", name, self.dimensions)
 
     def __repr__(self) -> str:
         return f"BenchResults({len(self.rows)} rows by {', '.join(self.dimensions)}, from {self.source})"

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specdec.errors import SpecdecError, unknown_name
+from specdec.errors import SpecdecError
 from specdec.research.ablation.summary import (
     FIGURES,
     OF_ROWS,
@@ -99,7 +99,7 @@ class Results(Tabular):
         if keep is not None and not callable(keep):
             raise SpecdecError(f"where: expected a function of a row, or column=value, got {keep!r}")
         for name in values:
-            self._check("where", name, [n for n in self.dimensions if n not in ROUNDS[1:]])
+            self._check("where", ALIASES.get(name, name), [n for n in self.dimensions if n not in ROUNDS[1:]])
         wanted = {ALIASES.get(n, n): v if isinstance(v, (list, tuple, set)) else [v] for n, v in values.items()}
 
         def fits(row: Row) -> bool:
@@ -158,10 +158,6 @@ class Results(Tabular):
         """The rows as CSV, without their texts' ids and rounds; returned, and written where `path` is given."""
         left_out = {n for r in self.rows for n, v in r.items() if isinstance(v, (list, dict))}
         return ResultTable((), [{n: v for n, v in r.items() if n not in left_out} for r in self.rows]).to_csv(path)
-
-    def _check(self, what: str, name: str, known: Sequence[str]) -> None:
-        if ALIASES.get(name, name) not in known:
-            raise unknown_name(f"dimension of {what}", name, known)
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)

@@ -177,6 +177,11 @@ class Tabular:
     def _repr_html_(self) -> str:
         return self.by()._repr_html_()
 
+    @staticmethod
+    def _check(what: str, name: str, known: Sequence[str]) -> None:
+        if name not in known:
+            raise unknown_name(f"dimension of {what}", name, known)
+
 
 def spelled(prompts: Sequence[int]) -> str:
     """How many prompts some figures are of: "8 prompts", "2 to 8 prompts"."""

@@ -59,13 +59,15 @@ def render(manifest: Mapping[str, Any], rows: Sequence[Row], summary: Mapping[st
         f"<title>specdec ablation</title><style>{page_style()}{STYLE}</style></head><body>"
     )
     config = yaml.safe_dump(manifest["config"], sort_keys=False, allow_unicode=True)
+    errors = [[e["setting"], str(e["rows"]), e["error"]] for e in summary["errors"]]
+    differing = [i for i, entry in enumerate(summary["settings"].values()) if entry["differing"]]
     sections = {
-        "Settings": _settings(summary),
+        "Settings": _table(settings_table(summary), differing),
         "Paired comparisons": _comparisons(summary),
         "By category": "<p>Tokens per round.</p>" + _table(category_table(summary)),
         "Plots": "\n".join(_plots(rows)),
         "Rows that differ from plain decoding": _differences(rows),
-        "Errors": _errors(summary),
+        "Errors": _table(Table("", ("setting", "rows", "error"), errors)),
         "Rows": _examples(manifest, rows),
         "Config": f"<pre>{text(config)}</pre>",
     }
@@ -136,22 +138,17 @@ def _banners(summary: Mapping[str, Any]) -> str:
 
 
 def _table(table: Table, bad: Collection[int] = ()) -> str:
-    """A table; bad: rows that are marked."""
+    """A table, nothing without rows; bad: rows that are marked."""
     head = "".join(f"<th>{text(name)}</th>" for name in table.heads)
     body = ""
     for i, row in enumerate(table.rows):
         cells = "".join(f"<td>{INTERVAL.sub(_whole, text(cell))}</td>" for cell in row)
         body += f"<tr class='{'bad' * (i in bad)}'>{cells}</tr>"
-    return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
+    return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>' if table.rows else ""
 
 
 def _whole(found: re.Match[str]) -> str:
     return f'{found[1]}<span class="whole">{found[2]}</span>'
-
-
-def _settings(summary: Mapping[str, Any]) -> str:
-    differing = [i for i, entry in enumerate(summary["settings"].values()) if entry["differing"]]
-    return _table(settings_table(summary), differing)
 
 
 def _comparisons(summary: Mapping[str, Any]) -> str:
@@ -194,12 +191,7 @@ def _differences(rows: Sequence[Row]) -> str:
         texts = [repr((r["text"] or "")[:SHOWN_TEXT]) for r in (plain[row["plain"], row["prompt"]], row)]
         lines.append([row["setting"], row["prompt"], str(row["seed"]), str(row["first_difference"]), *texts])
     heads = ("setting", "prompt", "seed", "first difference", "plain", "this setting")
-    return _table(Table("", heads, lines)) if lines else ""
-
-
-def _errors(summary: Mapping[str, Any]) -> str:
-    lines = [[e["setting"], str(e["rows"]), e["error"]] for e in summary["errors"]]
-    return _table(Table("", ("setting", "rows", "error"), lines)) if lines else ""
+    return _table(Table("", heads, lines))
 
 
 def _examples(manifest: Mapping[str, Any], rows: Sequence[Row]) -> str:
