@@ -15,7 +15,7 @@ from typing import Any
 from PIL import Image
 
 from specdec import SpeculativeDecoder
-from specdec.config import DEMO
+from specdec.research.demo import DEMO
 from specdec.research.traces.trace import record
 from tests.helpers.browser import browser, find_chromium
 
