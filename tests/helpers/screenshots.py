@@ -39,8 +39,8 @@ def main(folder: Path) -> None:
     decoder = SpeculativeDecoder.from_pretrained("demo-target", "demo-draft", strategies="prompt-lookup,draft-model")
     with tempfile.TemporaryDirectory() as made, browser(str(find_chromium()), Path(made) / "profile") as page:
         trace = Path(made) / "trace.html"
-        names = {"ids": ["demo/0", "demo/1"], "categories": ["code", "code"]}
-        record(decoder, DEMO.prompts[:2], 64, temperature=0.7, seed=1, **names).to_html(trace)
+        names = {"ids": ["demo/1", "demo/0"], "categories": ["code", "code"]}
+        record(decoder, DEMO.prompts[1::-1], 64, temperature=0.7, seed=1, **names).to_html(trace)
         hover = "document.querySelectorAll('.t')[5].dispatchEvent(new Event('mouseover', {bubbles: true}))"
         for scheme, end in zip(SCHEMES, ("", "_dark"), strict=True):
             shot(page, report, (1400, 860), scheme).save(IMAGES / f"report{end}.png", optimize=True)
