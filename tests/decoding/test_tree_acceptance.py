@@ -27,7 +27,7 @@ from tests.helpers.laws import check_fit, fit, samples
 
 V = 6
 TARGET, SOURCE = Language.random(1, V), Language.random(2, V)
-SAMPLES, CONTROL_SAMPLES = samples(60_000, 20_000), 20_000
+SAMPLES, CONTROL_SAMPLES = samples(20_000, 20_000), 20_000
 
 
 # -- the walk, against an oracle -------------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ PLANS: dict[str, Any] = {
 
 
 @pytest.mark.law
-@pytest.mark.fast(3, again=True)
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("rule", [LEVIATHAN, MATCH, COUPLED], ids=lambda r: r.name)
 def test_three_tokens_after_a_tree_follow_the_targets_law(
