@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 _BEAMS = "beam search is not supported, since speculative decoding verifies one continuation a row"
 _ENCODER = "specdec runs decoder-only models"
@@ -17,12 +18,17 @@ HINTS = {
     # drafting
     "assistant_model": _DRAFT,
     "assistant_tokenizer": "write draft_tokenizer=... when the decoder is built",
-    "num_assistant_tokens": 'write strategies=["draft-model:n_max=5"]; without n_max the length is automatic',
-    "num_assistant_tokens_schedule": 'write draft_length="auto" or draft_length="given"',
-    "assistant_confidence_threshold": 'write strategies=["draft-model:p_min=0.4"]',
-    "assistant_early_exit": 'write strategies=["early-exit"]',
-    "prompt_lookup_num_tokens": 'write strategies=["prompt-lookup:n_max=4"]',
-    "max_matching_ngram_size": 'write strategies=["prompt-lookup:ngram_max=3"]',
+    "num_assistant_tokens": (
+        'write strategies=["draft-model:n_max=N:p_min=0.4"], where 0.4 is the confidence threshold that transformers '
+        "has unless told otherwise; without n_max the length is automatic"
+    ),
+    "num_assistant_tokens_schedule": (
+        'write draft_length="given" for constant, length_policy="heuristic" for heuristic; or draft_length="auto"'
+    ),
+    "assistant_confidence_threshold": 'write strategies=["draft-model:p_min=N"]',
+    "assistant_early_exit": 'write strategies=["early-exit:layers=N"]',
+    "prompt_lookup_num_tokens": 'write strategies=["prompt-lookup:n_max=N:ngram_max=2:match=earliest"]',
+    "max_matching_ngram_size": 'write strategies=["prompt-lookup:ngram_max=N:match=earliest"]',
     "strategy": 'write strategies=["prompt-lookup"], a list in order of priority',
     # prompts
     "input_ids": _PROMPTS,
@@ -32,7 +38,7 @@ HINTS = {
     "padding": _MASK,
     "padding_side": _MASK,
     # text
-    "do_sample": "temperature=0 is greedy, temperature > 0 samples",
+    "do_sample": "temperature=0 is greedy, temperature > 0 samples; transformers samples with temperature=1, top_k=50",
     "max_length": "write max_new_tokens=..., which counts without the prompt",
     "generation_config": "write its fields as options of their own, such as temperature=0.8",
     "streamer": "write for piece in decoder.stream(prompt)",
@@ -69,7 +75,7 @@ ALIASES = {
 _TYPED = {
     "model": "write --target MODEL",
     "assistant_model": "write --draft MODEL",
-    "num_speculative_tokens": "write --strategies draft-model:n_max=5; without n_max the length is automatic",
+    "num_speculative_tokens": "write --strategies draft-model:n_max=N; without n_max the length is automatic",
     "input_ids": "write --prompt TEXT or --prompt-file FILE",
     "inputs": "write --prompt TEXT or --prompt-file FILE",
     "max_length": "write --max-new-tokens N, which counts without the prompt",
@@ -77,11 +83,17 @@ _TYPED = {
 }
 
 
-def typed(name: str) -> str | None:
-    """What to type in place of an option of transformers' name, with or without dashes; None where it is no habit."""
-    name = name.lstrip("-").replace("-", "_")
-    if name in _TYPED or name not in HINTS:
-        return _TYPED.get(name)
-    hint = re.sub(r'strategies=\["([^"]+)"\]', r"--strategies \1", HINTS[name])
-    hint = re.sub(r'\b(draft_length|keep_state|output_logprobs)="?(\w+)"?', r"--option \1=\2", hint)
-    return re.sub(r"\b(temperature|dtype)=([\w.]+)", r"--\1 \2", hint)
+def typed(name: str, words: Sequence[str] = ()) -> str | None:
+    """What to type in place of an option of transformers' name, with or without dashes; None where it is no habit.
+    words: the command line, whose number takes the place of N."""
+    given, name = re.escape(name), name.lstrip("-").replace("-", "_")
+    hint = _TYPED.get(name) or HINTS.get(name)
+    if hint is None:
+        return None
+    hint = re.sub(r'strategies=\["([^"]+)"\]', r"--strategies \1", hint)
+    hint = re.sub(r'\b(draft_length|length_policy|keep_state|output_logprobs)="?(\w+)"?', r"--option \1=\2", hint)
+    hint = re.sub(
+        r"\b(temperature|top_k|dtype)=([\w.]+)", lambda found: f"--{found[1]} {found[2]}".replace("_", "-"), hint
+    )
+    number = re.search(rf"(?<!\S){given}[ =]([\d.]+)(?!\S)", " ".join(map(str, words)))
+    return re.sub("=N\\b", f"={number[1]}", hint) if number else hint

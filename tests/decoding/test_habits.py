@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from specdec import Results, SpecdecError, SpeculativeDecoder, load_pair
 from specdec.config import GenerationSettings, PairConfig, RunConfig, load_yaml
 from specdec.decoding.prompts import check_padding
 from specdec.drafters import make_drafters
+from specdec.drafters.base import DraftRequest
 from specdec.files.habits import HINTS, typed
 from specdec.research.ablation import plots
 from specdec.research.ablation.config import AblationConfig
@@ -73,6 +75,9 @@ def test_every_habit_has_a_form_for_the_command_line() -> None:
         assert hint is not None
         assert not {"strategies=", "temperature="} & set(re.findall(r"\w+=", hint))
     assert typed("--past-key-values").startswith("--option keep_state=True")
+    assert typed("--num-assistant-tokens", ["--num-assistant-tokens", "7"]).startswith(
+        "write --strategies draft-model:n_max=7:"
+    )
     assert typed("--temperature") is typed("") is None
 
 
@@ -80,13 +85,27 @@ def test_what_a_hint_writes_is_taken() -> None:
     written = [text for hint in HINTS.values() for text in re.findall(r'strategies=\["([^"]+)"\]', hint)]
     assert len(written) >= 5
     for text in written:
-        assert len(make_drafters([text], True)) == 1
+        assert len(make_drafters([text.replace("=N", "=1")], True)) == 1
     for name, options in {"do_sample": {"temperature": 0.5}, "max_length": {"max_new_tokens": 3}}.items():
         assert next(iter(options)) in HINTS[name]
         GenerationSettings.parse(options)
     options = {"draft_length": "auto", "keep_state": True, "output_logprobs": True}
     assert all(any(name in hint for hint in HINTS.values()) for name in options)
     GenerationSettings.parse(options)
+
+
+@pytest.mark.parametrize("n", [1, 3, 7])
+def test_the_hint_for_prompt_lookup_drafts_what_transformers_does(n: int) -> None:
+    text = re.findall(r'strategies=\["([^"]+)"\]', HINTS["prompt_lookup_num_tokens"])[0]
+    [drafter] = make_drafters([text.replace("=N", f"={n}")], False)
+    theirs = PromptLookupCandidateGenerator(None, num_output_tokens=n, max_length=10_000)
+    drawn, found = np.random.default_rng(n), 0
+    for length in range(2, 60):
+        ids = drawn.integers(0, 5, length).tolist()
+        expected = theirs.get_candidates(torch.tensor([ids]))[0][0, length:].tolist()
+        assert drafter._propose(DraftRequest(0, np.array(ids[:-1]), ids[-1])) == expected
+        found += bool(expected)
+    assert found > 30
 
 
 def test_the_nearest_name_is_still_named_for_the_rest(decoder: SpeculativeDecoder) -> None:
@@ -135,7 +154,7 @@ def test_configs_the_command_line_and_loading_give_the_same_hints(tmp_path: Path
         message(AblationConfig, {"p": {"target": "t", "draft": "d"}}, generation={"num_assistant_tokens": 3}),
         refused("generate", "--target", "demo-target", "--prompt", "a", "--option", "num_assistant_tokens=3"),
     ]
-    assert all("draft-model:n_max=5" in text for text in found)
+    assert all("draft-model:n_max=N" in text for text in found)
     assert HINTS["assistant_model"] in message(load_pair, "demo-target", assistant_model="x")
     assert HINTS["torch_dtype"] in message(SpeculativeDecoder.from_pretrained, "demo-target", torch_dtype="float32")
 
