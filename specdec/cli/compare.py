@@ -22,6 +22,7 @@ from specdec.stats import PER_TESTED
 
 FAILED = 1
 POSITIONS = 6
+CHAIN = "A chain, a,b:key=value, perhaps with a rule of its own, a@typical:eps=0.3; repeat for more."
 
 
 @with_groups
@@ -30,7 +31,7 @@ def compare(
     prompts: Prompts,
     generation: Generation,
     draft: Annotated[list[str] | None, typer.Option(help="A draft model; repeat for more.")] = None,
-    strategy: Annotated[list[str] | None, typer.Option(help="A strategy without a draft model; repeat.")] = None,
+    strategy: Annotated[list[str] | None, typer.Option(help=CHAIN)] = None,
     k: Annotated[int | None, typer.Option(min=1, help="Tokens that a draft model drafts.", show_default="5")] = None,
     dataset: Annotated[str | None, typer.Option(help=SETS, show_default="spec-bench")] = None,
     category: Annotated[list[str] | None, typer.Option(help="Only this category; repeat for more.")] = None,
@@ -46,8 +47,8 @@ def compare(
 ) -> None:
     """Rank drafts and strategies for one target on the same prompts, with the reasons that fit.
 
-    Without --max-new-tokens, 64 tokens a row. Exit status 1: a text differs from plain decoding's where it must not, or
-    a row failed.
+    Without --max-new-tokens, 64 tokens a row. A candidate that cannot run is listed with the reason, and the others
+    run. Exit status 1: a candidate or a row failed, or a text differs from plain decoding's where it must not.
     """
     from specdec.decoding.shard import Shard
     from specdec.research.ablation.compare import compare as run_compare
@@ -67,26 +68,33 @@ def compare(
     options = {"max_new_tokens": 64, **generation.settings()}
     if out is not None:
         check_writable(out, "--out", folder=True)
-    config = compare_config(target, draft or [], strategy or [], k or 5, texts, data, loading, **options)
+    refused: dict[str, str] = {}
+    config = compare_config(target, draft or [], strategy or [], k or 5, texts, data, loading, refused, **options)
+    for name, reason in refused.items():
+        output.warn(f"{name} cannot run: {reason}")
     with ExitStack() as stack:
         folder = out or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="specdec-compare-")))
         kept = f"rows are kept in {out}; the same command goes on" if out else "rows are kept only with --out DIR"
         work = work_left(Plan.make(config), folder, Shard())
-        steps = work.calls_left + work.loads
-        with output.on_interrupt(lambda: kept), output.progress("comparing", steps) as advance:
-            result = run_compare(config, folder, advance, baseline, drop_loops)
+        with output.on_interrupt(lambda: kept), output.progress("comparing", work.calls_left) as advance:
+            result = run_compare(config, folder, advance, baseline, drop_loops, refused)
     if as_json:
         output.print_json(result)
     else:
         _print(output.stdout(), result)
-    if result["gate"]["differing"] or result["errors"]:
+    if result["gate"]["differing"] or result["errors"] or result["refused"]:
         raise typer.Exit(FAILED)
 
 
 def _print(console: Console, result: Mapping[str, Any]) -> None:
     from specdec.research.ablation.tables import candidates_table, comparison_table, loop_warning
 
-    console.print(output.rendered(candidates_table(result["candidates"]), whole_names=False))
+    console.print(_prompts(result["prompts"]), soft_wrap=True, markup=False)
+    shown = candidates_table(result["candidates"])
+    rows = [*shown.rows, *([name, "refused", *["-"] * (len(shown.heads) - 2)] for name in result["refused"])]
+    console.print(output.rendered(shown._replace(rows=rows), whole_names=False))
+    for name, reason in result["refused"].items():
+        console.print(f"{name}: refused: {reason}", style="yellow", soft_wrap=True, markup=False)
     _print_acceptance(console, result["candidates"])
     if result.get("comparisons"):
         console.print(output.rendered(comparison_table(result), whole_names=False))
@@ -100,6 +108,14 @@ def _print(console: Console, result: Mapping[str, Any]) -> None:
     for error in result["errors"]:
         line = f"{error['rows']} rows of {error['setting']} failed: {error['error']}"
         console.print(escape(line), style="red", soft_wrap=True)
+
+
+def _prompts(asked: Mapping[str, Any]) -> str:
+    from specdec.research.ablation.config import DATASET
+
+    named = asked["dataset"] or "your own"
+    line = f"{asked['count']} prompts of {named}: {', '.join(asked['categories'])}"
+    return line + "; --dataset, --prompt or --prompt-file choose others" * (asked["dataset"] == DATASET)
 
 
 def _print_acceptance(console: Console, candidates: list[Mapping[str, Any]]) -> None:

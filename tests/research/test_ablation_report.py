@@ -18,7 +18,7 @@ from specdec.cli import app
 from specdec.cli.ablate import print_summary
 from specdec.errors import SpecdecError
 from specdec.research.ablation import as_rows, merge, plots, run_ablation
-from specdec.research.ablation.compare import along, examine, reasons
+from specdec.research.ablation.compare import along, candidate_name, compare_config, examine, reasons
 from specdec.research.ablation.summary import measured_costs, paired, predicted_speedup, summarise, theoretical_speedup
 from specdec.research.ablation.table import first_difference
 from specdec.research.ablation.tables import comparison_table, settings_table
@@ -339,19 +339,39 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
 # -- compare ----------------------------------------------------------------------------------------------------------
 
 
+def test_candidates_have_rules_of_their_own_and_one_that_is_refused_stops_no_other() -> None:
+    refused: dict[str, str] = {}
+    chains = ["draft-model:tree=2x1@typical:eps=0.3", "suffix,prompt-lookup", "eagle3", "suffix @ no_rule", "suffx"]
+    config = compare_config("demo-target", ["demo-draft", "./none"], chains, prompts=["a"], refused=refused)
+    ran = {candidate_name(c.pair, c.chain): c for c in config.expand() if c.strategies}
+    assert list(ran) == ["demo-draft", f"demo-draft {chains[0]}", "suffix,prompt-lookup"]
+    assert [c.generation["acceptance"] for c in ran.values()] == ["leviathan", "typical:eps=0.3", "leviathan"]
+    assert [s["name"] for s in ran["suffix,prompt-lookup"].strategies] == ["suffix", "prompt-lookup"]
+    assert set(refused) == {"none", f"none {chains[0]}", *chains[2:]}
+    for name, word in {"none": "./none", "eagle3": "head", "suffix @ no_rule": "no_rule", "suffx": "'suffix'"}.items():
+        assert word in refused[name]
+    with pytest.raises(SpecdecError, match="draft"):
+        compare_config("demo-target", [], ["draft-model"], prompts=["a"], refused={})
+
+
 @pytest.mark.full
 def test_compare_ranks_and_explains(pair: dict[str, str], tmp_path: Path) -> None:
     """The target as its own draft is always right and never pays; a strategy beside it needs no draft."""
     arguments = (
         "compare", "--target", pair["target"], "--draft", pair["target"], "--draft", pair["draft"], "--strategy",
-        "prompt-lookup:ngram_min=1", "--k", "2", "--prompt", PROMPTS[0], "--prompt", PROMPTS[3], "--max-new-tokens",
+        "prompt-lookup:ngram_min=1", "--strategy", "draft-model:tree=2x1@match", "--strategy", "suffx", "--k", "2",
+        "--prompt", PROMPTS[0], "--prompt", PROMPTS[3], "--max-new-tokens",
         "12", "--acceptance", "coupled", "--out", str(tmp_path), "--json", "--baseline", "draft",
     )  # fmt: skip
     done = invoke(*arguments)
-    assert done.exit_code == 0, done.output
+    assert done.exit_code == 1, done.output
     result = json.loads(done.stdout)
+    assert list(result["refused"]) == ["suffx"]
+    assert "suffx cannot run: strategies.suffx: unknown strategy 'suffx'" in done.stderr
+    assert result["prompts"] == {"dataset": None, "count": 2, "categories": ["prompts"]}
     found = {c["name"]: c for c in result["candidates"]}
-    assert set(found) == {"target", "draft", "prompt-lookup:ngram_min=1"}
+    trees = {f"{draft} draft-model:tree=2x1@match" for draft in ("target", "draft")}
+    assert set(found) == {"target", "draft", "prompt-lookup:ngram_min=1", *trees}
     assert {pair: [m["target"]["name"] for m in loaded] for pair, loaded in result["models"].items()} == {
         name: [pair["target"]] for name in ("target", "draft", "no draft")
     }
@@ -366,7 +386,7 @@ def test_compare_ranks_and_explains(pair: dict[str, str], tmp_path: Path) -> Non
     assert found["draft"]["facts"]["distributions"]["agreement"] < 1.0
     assert found["prompt-lookup:ngram_min=1"]["facts"] is None
     assert {(c["setting"], c["against"]) for c in result["comparisons"]} == {
-        ("target", "draft"), ("prompt-lookup:ngram_min=1", "draft"),
+        (name, "draft") for name in found if name != "draft"
     }  # fmt: skip
     assert result["gate"]["passed"]
     again = json.loads(invoke(*arguments).stdout)

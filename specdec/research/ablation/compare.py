@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from specdec.decoder import SpeculativeDecoder
+from specdec.decoding.validation import check_places
 from specdec.drafters import make_drafters
 from specdec.errors import SpecdecError
+from specdec.files.own_code import split_list
 from specdec.research.ablation.config import PLAIN, AblationConfig, Cell
 from specdec.research.ablation.merge import merge
 from specdec.research.ablation.runner import Progress, run_ablation
@@ -35,6 +37,7 @@ from specdec.research.offline.forcing import read_pair
 from specdec.stats import PER_TESTED
 
 ALONE = "no draft"  # the pair of strategies that need no draft model
+DRAFTED = "draft-model"  # the chain of every draft
 EXAMINED = 16  # prompts of the teacher-forced passes
 LONGEST_K = 16
 # Where a figure becomes a reason. Shares and differences of acceptance.
@@ -49,37 +52,75 @@ def compare_config(
     prompts: Sequence[Any] = (),
     data: Mapping[str, Any] | None = None,
     loading: Mapping[str, Any] | None = None,
+    refused: dict[str, str] | None = None,
     **generation: Any,
 ) -> AblationConfig:
-    """The ablation of a comparison: `draft-model` of `k` tokens with every draft, and strategies without a draft.
+    """The ablation of a comparison: `draft-model` of `k` tokens with every draft, and chains as text, `a,b:key=value`,
+    with every draft if they use one. A chain may have a rule of its own: `a@rule:key=value`.
 
-    Raises SpecdecError for a comparison of nothing, of one thing with itself, or of a chain with a draft.
+    refused: takes the candidates that cannot run, with the reason, as long as one can; None = the first is raised.
+    Raises SpecdecError for a comparison of nothing or of one thing with itself, and where no candidate can run.
     """
     if not drafts and not strategies:
         raise SpecdecError("compare: nothing to compare: give drafts or strategies")
     if len(set(drafts)) < len(drafts) or len(set(strategies)) < len(strategies):
         raise SpecdecError("compare: a draft or a strategy is named twice")
-    for text in strategies:
-        if any(d.uses_draft_model for d in make_drafters(text, has_draft=False)):
-            raise SpecdecError("compare: strategies are compared without a draft model: name drafts by themselves")
     names, shared = _names(drafts), dict(loading or {})
     pairs = {name: {**shared, "target": target, "draft": draft} for name, draft in zip(names, drafts, strict=True)}
-    chains: dict[str, Any] = {text: [text] for text in strategies}
-    if drafts:
-        chains["draft-model"] = [{"name": "draft-model", "n_max": k}]
-    if strategies:
-        pairs[ALONE] = {"target": target, **{k: v for k, v in shared.items() if not k.startswith("draft_")}}
-    cells = [{"pair": name, "strategies": "draft-model"} for name in names]
-    cells += [{"pair": ALONE, "strategies": text} for text in strategies]
-    return AblationConfig(
-        pairs,
-        chains,
-        data=dict(data or {}),
-        prompts=tuple(prompts) or None,
-        generation=generation,
-        axes={"strategies": [PLAIN]},
-        cells=tuple(cells),
-    )
+    pairs[ALONE] = {"target": target, **{k: v for k, v in shared.items() if not k.startswith("draft_")}}
+    wanted = [(name, DRAFTED) for name in names]
+    wanted += [(pair, text) for text in strategies for pair in (names if names and _uses_draft(text) else [ALONE])]
+
+    def config(chosen: Sequence[tuple[str, str]]) -> AblationConfig:
+        chains = {chain: _chain(chain) for _, chain in chosen}
+        cells = [{"pair": pair, "strategies": chain, **_rule(chain)} for pair, chain in chosen]
+        return AblationConfig(
+            {pair: pairs[pair] for pair, _ in chosen},
+            {**chains, **({DRAFTED: [{"name": "draft-model", "n_max": k}]} if DRAFTED in chains else {})},
+            data=dict(data or {}),
+            prompts=tuple(prompts) or None,
+            generation=generation,
+            axes={"strategies": [PLAIN]},
+            cells=tuple(cells),
+        )
+
+    found, errors = [], {}
+    for one in wanted:
+        try:
+            check_places(config([one]).pairs[one[0]])
+            found.append(one)
+        except SpecdecError as error:
+            errors[candidate_name(*one)] = error
+    if errors and (refused is None or not found):
+        raise next(iter(errors.values()))
+    if refused is not None:
+        refused.update({name: str(error) for name, error in errors.items()})
+    return config(found)
+
+
+def _chain(text: str) -> list[str]:
+    found = split_list(text.rpartition("@")[0] or text)
+    if found in ([], ["none"]):
+        raise SpecdecError(f"compare: the strategy {text!r} drafts nothing; plain decoding runs beside the others")
+    return found
+
+
+def _rule(text: str) -> dict[str, str]:
+    """The acceptance rule behind a chain, if it has one."""
+    chain, _, rule = text.rpartition("@")
+    return {"acceptance": rule.strip()} if chain else {}
+
+
+def _uses_draft(text: str) -> bool:
+    try:
+        return any(d.uses_draft_model for d in make_drafters(_chain(text), has_draft=True))
+    except SpecdecError:  # it is refused by name
+        return False
+
+
+def candidate_name(pair: str, chain: str) -> str:
+    """What a candidate is called: its draft, its chain, or both."""
+    return chain if pair == ALONE else pair if chain == DRAFTED else f"{pair} {chain}"
 
 
 def _names(drafts: Sequence[str]) -> list[str]:
@@ -94,11 +135,17 @@ def compare(
     progress: Progress = lambda what: None,
     baseline: str | None = None,
     drop_loops: bool = False,
+    refused: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Run what is missing in `out`, and rank. Plain data: `candidates` from the fastest to the slowest, `gate`; with a
-    baseline, the name of a candidate, `comparisons` of the others with it; drop_loops: figures without looped texts.
-    Raises SpecdecError for an unknown baseline."""
-    check_baseline(baseline, [n for n in (*config.pairs, *config.strategies) if n not in (ALONE, "draft-model")])
+    """Run what is missing in `out`, and rank.
+
+    baseline: a candidate that the others are compared with.
+    drop_loops: leave looped texts out of the figures.
+    refused: candidates that `compare_config` refused, with the reasons.
+    Returns plain data: `candidates` from the fastest to the slowest; `refused`, also those of which every row failed;
+    `prompts`, `gate`, `errors`, `comparisons`. Raises SpecdecError for an unknown baseline.
+    """
+    check_baseline(baseline, [candidate_name(cell["pair"], cell["strategies"]) for cell in config.cells])
     run_ablation(config, out, progress=progress, examine=examine)
     summary = merge(out, drop_loops=drop_loops)
     assert summary is not None  # one process ran all rows
@@ -106,14 +153,22 @@ def compare(
     facts = {cell["pair"]: store.facts.get(cell["key"]) for cell in reversed(manifest["cells"])}
     rows = table_of(manifest, store)[0]
     rows = without_loops(rows) if drop_loops else rows
-    groups = [group for group in by_setting(rows).values() if group[0]["drafts"]]
+    refused, groups = dict(refused or {}), []
+    for group in by_setting(rows).values():
+        failed = all(row["status"] == "error" for row in group)
+        if group[0]["drafts"] and failed:
+            refused[candidate_name(group[0]["pair"], group[0]["strategies"])] = str(group[0]["error"])
+        elif group[0]["drafts"]:
+            groups.append(group)
     made = [candidate(group, rows, facts.get(group[0]["pair"])) for group in groups]
     named = {c["name"]: group for c, group in zip(made, groups, strict=True)}
-    others = [name for name in named if baseline not in (None, name)]
+    others = [name for name in named if baseline in named and name != baseline]
     compared = [compare_settings(name, named[name], baseline, named[baseline]) for name in others] if baseline else []
     made.sort(key=lambda c: -((c["speedup"] or {}).get("value") or 0.0))
     kept = ("date", "commit", "versions", "machine", "models", "gate", "errors", "dropped_loops")
-    head = {name: summary[name] for name in kept}
+    categories = list(dict.fromkeys(prompt["category"] for prompt in manifest["prompts"]))
+    asked = {"dataset": config.data.dataset, "count": len(manifest["prompts"]), "categories": categories}
+    head = {name: summary[name] for name in kept} | {"prompts": asked, "refused": refused}
     return {**head, "candidates": made, **({"comparisons": compared} if baseline is not None else {})}
 
 
@@ -129,7 +184,7 @@ def candidate(group: Sequence[Row], rows: Sequence[Row], facts: Mapping[str, Any
     # What a strategy without a model drafts is decided by the text: it has no length to choose.
     best, gain = best_length(None if alone else costs)
     made = {
-        "name": head["strategies"] if alone else head["pair"],
+        "name": candidate_name(head["pair"], head["strategies"]),
         "pair": head["pair"],
         **figures,
         "conditional_acceptance_rate_per_position": by_position,
