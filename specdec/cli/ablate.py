@@ -15,7 +15,6 @@ from specdec.cli import output
 from specdec.cli.options import AsJson, DropLoops
 from specdec.errors import SpecdecError
 from specdec.files.texts import check_writable
-from specdec.research.results_table import IN_WORDS
 
 if TYPE_CHECKING:
     from specdec.research.ablation.work import Work
@@ -67,7 +66,7 @@ def run(
     from specdec.research.ablation.config import load_ablation
     from specdec.research.ablation.merge import check_packages, merge
     from specdec.research.ablation.runner import run_ablation
-    from specdec.research.ablation.store import Plan, cell_to_dict
+    from specdec.research.ablation.store import Plan, Store, cell_to_dict
     from specdec.research.ablation.summary import check_baseline
     from specdec.research.ablation.table import labels
     from specdec.research.ablation.work import work_left
@@ -81,6 +80,7 @@ def run(
     check_baseline(baseline, labels([cell_to_dict(cell) for cell in plan.cells]).values())
     work = work_left(plan, out, part, retry_errors)
     if dry_run:
+        Store(out).resume(plan, extend)
         _print_work(work, out, as_json)
         return
 
@@ -91,7 +91,7 @@ def run(
             f"`specdec ablate merge {out} --partial` makes the table of those that are there"
         )
 
-    total = work.calls_left + work.loads if engine is None else workers
+    total = work.calls_left if engine is None else workers
     with output.on_interrupt(kept), output.progress("ablation", total) as advance:
         if engine is not None:
             run_on_cluster(config, out, workers, extend, retry_errors, advance)
@@ -113,16 +113,18 @@ def _print_work(work: Work, out: Path, as_json: bool) -> None:
     if as_json:
         output.print_json(work.to_dict())
         return
-    left = "unknown: no row is there yet" if work.seconds_left is None else output.duration(work.seconds_left)
+    left = "unknown before the first rows, since nothing is loaded and timed; the run says it after two calls"
+    if work.seconds_left is not None:
+        left = f"{output.duration(work.seconds_left)}, at the pace of the rows that are there"
     shown = {
         "cells": f"{work.cells}, of which {work.drafting_cells} draft",
         "prompts": work.prompts,
         "rows": work.rows,
-        f"rows in {out}": work.rows_done,
+        "rows that are there": f"{work.rows_done:,} in {out}",
         "calls to make": work.calls_left,
         "passes of the target": f"{work.least_passes:,} (all accepted) to {work.most_passes:,} (nothing accepted)",
         "pairs to load": work.loads,
-        "time, at the pace of the rows that are there": left,
+        "time": left,
     }
     output.stdout().print(output.facts(shown))
 
@@ -168,6 +170,7 @@ def print_summary(console: Console, summary: Mapping[str, Any]) -> None:
     """Print the summary of an ablation for people."""
     from specdec.research.ablation.report import EVERY_ROW_FAILED
     from specdec.research.ablation.tables import comparison_table, loop_warning, settings_table
+    from specdec.research.results_table import IN_WORDS
 
     styles = ["bold red" if entry["differing"] else "" for entry in summary["settings"].values()]
     shown = settings_table(summary).without(IN_WORDS["decode_speedup"], "p", "rows", "errors")

@@ -28,8 +28,8 @@ GRID = {
 def test_off_a_terminal_lines_say_how_far_it_is_and_how_long_it_will_take() -> None:
     lines = output.LogLines("ablation", 40)
     lines.advance("loading")
-    assert lines.line(30.0) == "ablation: 1 of 40, loading, 0:30 min so far"
-    for _ in range(9):
+    assert lines.line(30.0) == "ablation: 0 of 40, loading, 0:30 min so far"
+    for _ in range(10):
         lines.advance("p: draft, prompt/3")
     assert lines.line(100.0) == "ablation: 10 of 40, p: draft, prompt/3, 1:40 min so far, about 5:00 min left"
     assert output.LogLines("loading", None).line(3725.0) == "loading, 1 h 02 min so far"
@@ -70,6 +70,9 @@ def test_a_dry_run_counts_and_does_nothing(config: str, tmp_path: Path) -> None:
     assert found["most_passes"] == 15 * 12
     assert found["least_passes"] == 3 * (12 + 2 * 12 // 3 + 2 * 12 // 6)
     assert run_json("ablate", config, "--out", str(out), "--dry-run", "--shard", "0/2")["calls_left"] == 10
+    shown = run("ablate", config, "--out", "no_such_folder", "--dry-run").stdout
+    assert "0 in no_such_folder" in shown
+    assert "unknown before the first rows" in shown
     assert "72 (all accepted) to 180 (nothing accepted)" in run("ablate", config, "--out", str(out), "--dry-run").stdout
     assert not out.exists()
     (tmp_path / "b.yaml").write_text(json.dumps({**GRID, "pairs": {"p": {"target": "./nowhere/m", "draft": "d"}}}))

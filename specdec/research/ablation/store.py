@@ -104,17 +104,23 @@ class Store:
             as_path(str(folder), "ablation").mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise SpecdecError(f"cannot write {folder}: {error.strerror}") from error
-        new, path, store = plan.manifest(), folder / MANIFEST, Store(folder)
-        old = read_checked(folder) if path.is_file() else {}
+        store = Store(folder)
+        old, new, changed = store.resume(plan, extend)
+        if changed:
+            write_file(folder / MANIFEST, _text({**new, "models": old.get("models", {})}), "description")
+        return store
+
+    def resume(self, plan: Plan, extend: bool = False) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+        """The folder's description, {} in a new one, the plan's, and what changed. Raises SpecdecError as `open`."""
+        new = plan.manifest()
+        old = read_checked(self.folder) if (self.folder / MANIFEST).exists() else {}
         changed = _changes(old, new) if old else [MANIFEST]
-        if changed and path.is_file() and not extend and store.read().rows:
+        if old and changed and not extend and self.read().rows:
             raise SpecdecError(
-                f"{folder} holds another ablation: {', '.join(changed)} changed; give another folder, or --extend "
+                f"{self.folder} holds another ablation: {', '.join(changed)} changed; give another folder, or --extend "
                 "to keep the rows whose settings are still asked for"
             )
-        if changed:
-            write_file(path, _text({**new, "models": old.get("models", {})}), "description")
-        return store
+        return old, new, changed
 
     def name_models(self, pair: str, models: Mapping[str, Any]) -> None:
         """Write into run.json what the models of a pair are, by role; axes of loading options give a pair several."""
