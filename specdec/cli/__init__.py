@@ -63,10 +63,7 @@ class Verbs(TyperGroup):
         if args and args[0] not in VERBS and not args[0].startswith("-"):
             raise unknown_name("command", args[0], VERBS)
         name, _, rest = super().resolve_command(ctx, args)
-        command = load_verb(str(name))
-        if not set(rest) & set(HELP["help_option_names"]):  # help loads no library that could say anything
-            ctx.with_resource(importlib.import_module("specdec.cli.output").quiet())
-        return name, command, rest
+        return name, load_verb(str(name)), rest
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -97,7 +94,7 @@ class Verbs(TyperGroup):
             status = _fail(f"{error.strerror}{named}: free some, or write elsewhere; files of before are whole")
         except Exception as error:
             # Usage errors and aborts, by what they offer: typer has its own copies of click's classes in some releases.
-            if hint := typed(str(getattr(error, "option_name", ""))):
+            if hint := typed(str(getattr(error, "option_name", "")), sys.argv[1:] if args is None else args):
                 status = _fail(f"there is no option {error.option_name} here: {hint}")  # type: ignore[attr-defined]
             elif hasattr(error, "format_message"):
                 status = _fail(f"{error.format_message().rstrip('.')}; see specdec --help")
@@ -140,8 +137,10 @@ def load_verb(name: str) -> Any:
     if made is None:
         made = typer.Typer(add_completion=False)
         made.command(name, context_settings=HELP)(getattr(module, identifier))
-    command = typer.main.get_command(made)
+    command: Any = typer.main.get_command(made)
     command.name = name
+    for run in getattr(command, "commands", {"": command}).values():  # after parsing: help and typos load no library
+        run.callback = importlib.import_module("specdec.cli.output").quiet()(run.callback)
     return command
 
 

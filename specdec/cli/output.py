@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partialmethod
 from typing import Any
 
 from rich.console import Console
@@ -60,8 +61,11 @@ def quiet() -> Iterator[None]:
     """Keep the libraries' warnings and loading bars off the screen; bars of downloads stay on a terminal."""
     from huggingface_hub.utils import enable_progress_bars
     from huggingface_hub.utils import logging as hub_logging
+    from tqdm.auto import tqdm
     from transformers.utils import logging as transformers_logging
 
+    bar: Any = tqdm  # of transformers' GGUF reader, which asks nobody
+    begin = bar.__init__
     loggers = (transformers_logging, hub_logging)
     levels, bars = [log.get_verbosity() for log in loggers], transformers_logging.is_progress_bar_enabled()
     for log in loggers:
@@ -69,6 +73,8 @@ def quiet() -> Iterator[None]:
     transformers_logging.disable_progress_bar()
     if sys.stderr.isatty():
         enable_progress_bars()
+    else:
+        bar.__init__ = partialmethod(begin, disable=True)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -76,6 +82,7 @@ def quiet() -> Iterator[None]:
             warnings.showwarning = lambda message, *where: warn(str(message))
             yield
     finally:
+        bar.__init__ = begin
         for log, level in zip(loggers, levels, strict=True):
             log.set_verbosity(level)
         if bars:
@@ -112,9 +119,14 @@ def progress(what: str, steps: int | None = None, unit: str = "") -> Iterator[An
         task = shown.add_task(what, total=steps)
 
         def advance(description: str | None = None) -> None:
-            shown.update(task, advance=1, description=description or what)
+            shown.update(task, advance=_counts(description), description=description or what)
 
         yield advance
+
+
+def _counts(description: str | None) -> int:
+    """Loading is named, and counted as no step."""
+    return 0 if (description or "").startswith("loading") else 1
 
 
 class LogLines:
@@ -128,7 +140,7 @@ class LogLines:
 
     def advance(self, description: str | None = None) -> None:
         """Count a step."""
-        self.done, self.step = self.done + 1, description or ""
+        self.done, self.step = self.done + _counts(description), description or ""
 
     def line(self, seconds: float) -> str:
         """What is said after so many seconds."""

@@ -408,17 +408,17 @@ def test_help_version_and_a_typo_import_neither_torch_nor_transformers() -> None
         assert {"torch", "transformers", "numpy"}.isdisjoint(imported)
 
 
-def test_help_of_every_verb_and_theory_need_neither_torch_nor_a_second() -> None:
+def test_help_and_typos_of_every_verb_and_theory_need_neither_torch_nor_a_second() -> None:
     script = """
-import sys, time
+import itertools, sys, time
 import specdec.theory
 from typer.testing import CliRunner
 from specdec.cli import VERBS, app, load_verb
 calls = [[v, *sub] for v in VERBS for sub in ([], *([s] for s in getattr(load_verb(v), "commands", ())))]
 seconds = []
-for call in calls:
+for call, (word, status) in itertools.product(calls, {"--help": 0, "--no-such": 2}.items()):
     started = time.process_time()
-    assert CliRunner().invoke(app, [*call, "--help"]).exit_code == 0, call
+    assert CliRunner().invoke(app, [*call, word]).exit_code == status, call
     seconds.append(time.process_time() - started)
 print(len(calls), max(seconds), *{"torch", "transformers"} & set(sys.modules))
 """
