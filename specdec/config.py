@@ -49,6 +49,7 @@ UNSET: Any = _Unset()
 PROCESSOR_FIELDS = (*TEXT_FIELDS, *WARPER_FIELDS)
 _FLAT_FIELDS = ("forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens")
 _ID_FIELDS = ("bad_words_ids", "sequence_bias", *_FLAT_FIELDS)
+MOST_ROWS = 1 << 20  # of a prompt; each needs some kilobytes before it is begun
 _LEAST = {"max_new_tokens": 0, "top_k": 0, "num_return_sequences": 1, "batch_size": 1, "verify_width": 2}
 _MAY_BE_NONE = ("batch_size", "verify_width")
 _RANGES: dict[str, tuple[float, float]] = {
@@ -152,6 +153,8 @@ class GenerationSettings:
                 check_whole(name, getattr(self, name), least)
         for name, (low, high) in _RANGES.items():
             check_number(name, getattr(self, name), low, high)
+        if self.num_return_sequences > MOST_ROWS:
+            raise SpecdecError(f"num_return_sequences must be at most {MOST_ROWS:,}, got {self.num_return_sequences}")
         if self.verify_width is not None and self.verify_width > WIDEST:
             raise SpecdecError(f"verify_width must be at most {WIDEST}, got {self.verify_width}")
         if self.top_p == 0:
@@ -280,7 +283,8 @@ T = TypeVar("T")
 def from_dict(cls: type[T], data: Any, where: str) -> T:
     """Build a dataclass from a mapping; `where` names the place in error messages."""
     if not isinstance(data, Mapping):
-        raise SpecdecError(f"{where}: expected a mapping of options, got {type(data).__name__}")
+        found = "nothing" if data is None else type(data).__name__
+        raise SpecdecError(f"{where}: expected a mapping of options, got {found}")
     known = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]
     for name, entry in known.items():
         if name not in data and entry.default is MISSING and entry.default_factory is MISSING:

@@ -241,7 +241,8 @@ def check_writable(name: Any, what: str, folder: bool = False) -> Path:
         with tempfile.TemporaryFile(dir=home):
             return path
     except OSError as error:
-        raise SpecdecError(f"cannot write {path}: {error.strerror or error}") from None
+        said = f"{home} is no folder" if isinstance(error, FileExistsError) else error.strerror or error
+        raise SpecdecError(f"cannot write {path}: {said}") from None
 
 
 def _mode(path: Path) -> int | None:

@@ -51,8 +51,8 @@ class BenchResults(Tabular):
                 return BenchResults(OF_FILE, list(_of_file(data)), BOOTSTRAP, str(path))
             if "suites" in data:
                 return BenchResults(OF_SMOKE, list(_of_smoke(data)), RANGE, str(path))
-        except (AttributeError, KeyError, TypeError) as error:
-            raise SpecdecError(f"{path} is no whole document of specdec bench: {error!r}") from None
+        except (AttributeError, KeyError, TypeError):
+            raise SpecdecError(f"{path} is no whole document of specdec bench") from None
         raise SpecdecError(f"{path} is neither a trace nor a document of specdec bench")
 
     def where(self, keep: Mapping[str, Any] | None = None, **values: Any) -> BenchResults:

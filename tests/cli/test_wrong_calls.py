@@ -47,8 +47,8 @@ CALLS = {
     f"generate {P} --option num_assistant_tokens=5": "num_assistant_tokens",
     f"generate {P} --option prompt_lookup_num_tokens=3": "prompt-lookup",
     f"generate {P} --option temprature=1": "temperature",
-    f"generate {P} --num-assistant-tokens 5": "write --strategies draft-model:n_max=5",
-    f"generate {P} --prompt-lookup-num-tokens=5": "write --strategies prompt-lookup:n_max=4",
+    f"generate {P} --num-assistant-tokens 5": "write --strategies draft-model:n_max=5:p_min=0.4",
+    f"generate {P} --prompt-lookup-num-tokens=5": "write --strategies prompt-lookup:n_max=5:ngram_max=2:match=earliest",
     f"generate {P} --do-sample": "--temperature 0 is greedy",
     f"generate {P} --num-beams 4": "beam search",
     f"generate {P} --assistant-model x": "--draft",
@@ -83,7 +83,9 @@ CALLS = {
     "bench --smoke --target x": "--target",
     "compare --target demo-target": "nothing to compare",
     "compare --target demo-target --draft demo-draft --draft demo-draft": "twice",
-    "compare --target demo-target --strategy draft-model": "without a draft model",
+    "compare --target demo-target --strategy draft-model": "draft",
+    f"compare {P} --strategy none": "drafts nothing",
+    f"compare {P} --strategy suffix@no": "no",
     f"compare {PAIR} --dataset humaneval": "--dataset",
     f"compare {PAIR} --baseline nothing": "nothing",
     "ablate nowhere.yaml --out FOLDER": "nowhere.yaml",
@@ -116,6 +118,42 @@ CALLS = {
     "export --config BAD": "prompts.jsonl",
     "export-head nowhere --out FOLDER": "nowhere",
 }
+
+
+# Each option that reads a file, with the ending that it looks at, or that names a folder -> each foreign file. A call
+# after # is of a file that other bytes than a few may be.
+READS = """
+generate --config {}.yaml, demo --config {}.yaml, trace record --out t --config {}.yaml, export --config {}.yaml
+serve --config {}.yaml, bench {}.yaml, bench --exactness --config {}.yaml, ablate {}.yaml --out o
+train eagle3 {}.yaml, train draft {}.yaml, train exit {}.yaml, generate --target {} --prompt a
+generate --target demo-target --draft {} --prompt a, check --target {}, check --target demo-target --draft {}
+generate --target demo-target --prompt-file {}.jsonl, generate --target demo-target --dataset {}.json
+compare --target demo-target --strategy suffix --dataset {}.jsonl, lookup create --out x --ids {}, ablate merge {}
+generate --target demo-target --prompt a --strategies eagle3:head={}, results {}.parquet, results {}.json, results {}
+lookup stats --ids {}, trace show {}, export-head {} --out o#
+lookup show {}, lookup merge {} x, generate --target demo-target --prompt a --strategies ngram-cache:static={}
+"""
+FOREIGN: dict[str, bytes] = {
+    "empty": b"", "bytes": bytes(range(256)) * 9, "list": b"- 1", "null": b"null",
+}  # fmt: skip
+
+
+@pytest.mark.full
+def test_a_foreign_file_is_one_line_wherever_one_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for ending in ("", ".yaml", ".json", ".jsonl", ".parquet"):
+        for name, content in FOREIGN.items():
+            (tmp_path / f"{name}{ending}").write_bytes(content)
+        (tmp_path / f"folder{ending}").mkdir()
+        (tmp_path / f"link{ending}").symlink_to(f"link{ending}")
+    made = 0
+    for full, calls in zip((True, False), READS.split("#"), strict=True):
+        for call in calls.replace("\n", ",").split(","):
+            for name in (*(FOREIGN if full else ["bytes"]), "folder", "link") if call.strip() else ():
+                refused(*shlex.split(call.format(name)))
+                made += 1
+    assert made > 150
+    assert not (tmp_path / "o").exists()
 
 
 @pytest.fixture(scope="module")
