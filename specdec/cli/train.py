@@ -27,20 +27,19 @@ Search = Annotated[bool, typer.Option("--search", help="Train nothing: search la
 Part = Annotated[str | None, typer.Option("--answers", help="Only write this part of the answers, such as 0/4.")]
 
 
-@app.command("eagle3")
-def eagle3(
-    config: Config, out: Out = None, device: Device = None, answers: Part = None, as_json: AsJson = False
-) -> None:
-    """Train an EAGLE-3 head; it is in the folder `head` of the run."""
-    _train("eagle3", config, {"out": out, "device": device}, answers, as_json)
+def _verb(kind: str, what: str) -> None:
+    """Make the verb that trains one kind of drafter."""
+
+    def train(
+        config: Config, out: Out = None, device: Device = None, answers: Part = None, as_json: AsJson = False
+    ) -> None:
+        _train(kind, config, {"out": out, "device": device}, answers, as_json)
+
+    app.command(kind, help=what)(train)
 
 
-@app.command("draft")
-def draft(
-    config: Config, out: Out = None, device: Device = None, answers: Part = None, as_json: AsJson = False
-) -> None:
-    """Distil a draft model; it is in the folder `draft` of the run."""
-    _train("draft", config, {"out": out, "device": device}, answers, as_json)
+_verb("eagle3", "Train an EAGLE-3 head; it is in the folder `head` of the run.")
+_verb("draft", "Distil a draft model; it is in the folder `draft` of the run.")
 
 
 @app.command("exit")
