@@ -198,18 +198,7 @@ class Verifier:
             levels=plan.levels,
             siblings=plan.siblings,
             wanted=self.wanted,
-            columns=plan.width if drafted or plan.has_trees else self._least_columns(plan.width),
         )
-
-    def _least_columns(self, width: int) -> int:
-        """Count the columns that are scored where no row has a draft.
-
-        Only in a pipeline that does much with each, and only where torch sums along a row of probabilities in the same
-        order, however many rows there are: then exact mode stays exact.
-        """
-        simple = self.sampling.greedy and self.texts is None
-        same_order = self.batch * width <= 64 and self.vocab_size > 1 << 14
-        return width if simple or self.wanted.p_and_q or not same_order else min(width, 2)
 
     def _run(self, runner: Runner, plan: PassPlan, key: VerifyKey, inputs: VerifyInputs) -> Verified:
         cache, sampling, texts, history = self.cache, self.sampling, self.texts, None

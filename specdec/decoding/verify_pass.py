@@ -63,7 +63,6 @@ class VerifyKey(NamedTuple):
     all_have_q: all drafts have a q
     levels, siblings: bounds of the trees; 0 = chains only
     wanted: what the host reads beside the tokens
-    columns: so many first ones are scored
     """
 
     given: PassKey
@@ -75,7 +74,6 @@ class VerifyKey(NamedTuple):
     levels: int
     siblings: int
     wanted: Wanted
-    columns: int
 
 
 @dataclass(frozen=True)
@@ -132,14 +130,13 @@ def verify(
     if texts is not None and inputs.known is not None:
         width = key.given.width
         on_path = chain_paths(len(fed), width, width, fed.device) if tree is None else tree.lineage
-        prefixes = Prefixes(inputs.known.ids, inputs.table[:, STARTS], fed, on_path[:, : key.columns])
+        prefixes = Prefixes(inputs.known.ids, inputs.table[:, STARTS], fed, on_path)
         read = texts.texts(inputs.known, prefixes, None if history is None else replace(history, fed=fed))
     # Compiled only where it computes nothing with the scores but to compare them: sums would round differently.
     lossless = key.rule.recordable and not key.rule.lossy
     compares = sampling.greedy and lossless and key.wanted == NOTHING
     decide = runner.part(_decide) if compares and read is None else _decide
-    logits, draft, outside = (t[:, : key.columns] for t in (out.logits, draft, outside))
-    flat, names, forms = decide(logits, inputs, draft, outside, tree, key, sampling, read)
+    flat, names, forms = decide(out.logits, inputs, draft, outside, tree, key, sampling, read)
     seen = (fed, out.logits, out.hidden, where) if key.given.observed is not None else ()
     return Verified(Packed(flat, names, forms), *seen)
 
