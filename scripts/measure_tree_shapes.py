@@ -5,7 +5,9 @@
 
 For each number of nodes the best fixed shape is chosen on plain texts of held-out prompts (`estimate(trees=[nodes])`),
 beside the chain of as many nodes, and both are run; `opt-N` is run as well. A run under `leviathan` writes texts of its
-own, so it is compared with the estimate for the very texts that it wrote. Figures are counts, not times.
+own, so it is compared with the estimate for the very texts that it wrote. `held_out`: shapes that are chosen on half of
+the prompts, estimated on the other half, beside the chain and the best shape of these, over `SPLITS` random halvings,
+each both ways. Figures are counts, not times.
 """
 
 from __future__ import annotations
@@ -13,14 +15,17 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 from measure_trees import TEMPERATURE, started
 
 from specdec import SpeculativeDecoder
 from specdec.files.compact_json import write_json
+from specdec.models.trees import chain_parents
 from specdec.research.bench import origin
 from specdec.research.offline.what_if import estimate
+from specdec.research.offline.what_if_trees import best_shape, tree_counts
 
-PROMPTS, NEW_TOKENS, NODES, COPIES = 16, 40, (8, 16), 3
+PROMPTS, NEW_TOKENS, NODES, COPIES, SPLITS = 16, 40, (8, 16), 3, 6
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {},
     "match": {"acceptance": "match", "temperature": TEMPERATURE},
@@ -52,11 +57,35 @@ def rows_of(decoder: SpeculativeDecoder, prompts: list[list[int]], mode: str, no
     return rows
 
 
+def held_out(decoder: SpeculativeDecoder, prompts: list[list[int]], mode: str, nodes: int) -> dict[str, Any]:
+    """Tokens per round on prompts that a shape was not chosen on; means over the halvings."""
+    call = {
+        **MODES[mode],
+        "max_new_tokens": NEW_TOKENS,
+        "batch_size": 24,
+        "ignore_eos": True,
+        "num_return_sequences": 1,
+    }
+    texts, found = estimate(decoder, prompts, ks=(), trees=[nodes], seed=1, **call).texts, []
+    for split in range(SPLITS):
+        order = np.random.default_rng(split).permutation(len(texts))
+        halves = [[texts[i] for i in order[start::2]] for start in (0, 1)]
+        for ours, others in (halves, halves[::-1]):
+            shapes = best_shape(ours, nodes), chain_parents(nodes), best_shape(others, nodes)
+            counts = [sum(np.array(tree_counts(t.siblings, s)) for t in others) for s in shapes]  # type: ignore[arg-type]
+            found.append([tokens / rounds for tokens, rounds, _ in counts])
+    names = ("chosen_on_others", "chain", "best_of_these")
+    row = {"mode": mode, "nodes": nodes, **dict(zip(names, np.mean(found, axis=0).tolist(), strict=True))}
+    print(row, flush=True)
+    return row
+
+
 def main() -> None:
     out, decoder, prompts = started(__doc__)
     rows = [row for mode in MODES for nodes in NODES for row in rows_of(decoder, prompts[:PROMPTS], mode, nodes)]
+    apart = [held_out(decoder, prompts, mode, nodes) for mode in MODES for nodes in NODES]
     settings = {"temperature": TEMPERATURE, "prompts": PROMPTS, "new_tokens": NEW_TOKENS, "copies": COPIES}
-    write_json(out, {"benchmark": "tree_shapes", **origin(), **settings, "shapes": rows})
+    write_json(out, {"benchmark": "tree_shapes", **origin(), **settings, "shapes": rows, "held_out": apart})
 
 
 if __name__ == "__main__":

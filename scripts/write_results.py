@@ -304,7 +304,10 @@ def shapes_block(result: Result) -> str:
         difference = "-" if figures[1] is None else f"{figures[2] / figures[1] - 1:+.1%}"
         rows.append([e["mode"], str(e["nodes"]), e["kind"], f"`{shape}`", *texts, difference])
     heads = ["rule", "nodes", "kind", "shape", "estimate", "on the run's texts", "measured", "difference"]
-    return markdown(heads, rows)
+    names = ("chain", "chosen_on_others", "best_of_these")
+    apart = [[e["mode"], str(e["nodes"]), *(f"{e[n]:.3f}" for n in names)] for e in result.get("held_out", ())]
+    other = markdown(["rule", "nodes", "chain", "best shape of other prompts", "best shape of these prompts"], apart)
+    return f"{markdown(heads, rows)}\n\n{other}" if apart else markdown(heads, rows)
 
 
 def formula_block(result: Result) -> str:
