@@ -44,7 +44,8 @@ def refused(*arguments: str) -> str:
     done = run(*arguments)
     assert done.exit_code == 2, done.output
     assert done.stdout == ""
-    lines = [line for line in done.stderr.splitlines(keepends=True) if " so far" not in line]  # a slow load is announced
+    # A slow load is announced.
+    lines = [line for line in done.stderr.splitlines(keepends=True) if " so far" not in line]
     assert len(lines) == 1, done.stderr
     assert lines[0].startswith("error: "), done.stderr
     return str(lines[0])
