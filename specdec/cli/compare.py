@@ -60,7 +60,8 @@ def compare(
     check_packages()
     texts = prompts.entries()
     if texts:
-        refuse_beside("--prompt", given(dataset=dataset, category=category, limit=limit))
+        typed = "--prompt" if prompts.prompt else "--prompt-file"
+        refuse_beside(typed, given(dataset=dataset, category=category, limit=limit))
     if not draft:
         refuse_beside("strategies alone", given(k=k, draft_dtype=draft_dtype))
     data = given(dataset=dataset, categories=category, limit=limit, longest=longest)
@@ -114,7 +115,7 @@ def _prompts(asked: Mapping[str, Any]) -> str:
     from specdec.research.ablation.config import DATASET
 
     named = asked["dataset"] or "your own"
-    line = f"{asked['count']} prompts of {named}: {', '.join(asked['categories'])}"
+    line = f"{asked['count']} prompt{'s' * (asked['count'] != 1)} of {named}: {', '.join(asked['categories'])}"
     return line + "; --dataset, --prompt or --prompt-file choose others" * (asked["dataset"] == DATASET)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import threading
 import time
@@ -30,15 +29,13 @@ from specdec.stats import PER_DRAFTED_ROUND, RATES
 PARTS = 100  # that a share is counted in
 LOG_EVERY = 30.0  # seconds between lines of progress off a terminal
 LONGEST_NAME = 24  # of a word in a table's first column that is always whole
-WIDTH = 160  # of tables where the output is not a terminal, or more by COLUMNS
+WIDTH = 10_000  # where the output is not a terminal: a table is as wide as it needs
 
 
 def stdout() -> Console:
     """Standard output as it is now."""
     console = Console(highlight=False)
-    columns = os.environ.get("COLUMNS", "")
-    width = max(WIDTH, int(columns)) if columns.isdigit() else WIDTH
-    return console if console.is_terminal else Console(highlight=False, width=width)
+    return console if console.is_terminal else Console(highlight=False, width=WIDTH)
 
 
 def print_json(data: Any) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,11 @@ from typing import Any
 import pytest
 
 from specdec import SpeculativeDecoder
+from specdec.cli import output
 from specdec.cli.options import Prompts, SetPrompts
 from specdec.drafters import NgramMod
 from specdec.errors import SettingWarning, SpecdecError
+from specdec.research.bench.tables import Table
 from specdec.research.prompts.datasets import load_prompts
 from specdec.research.traces.trace import Trace
 from tests.cli.test_cli import PAIR, refused, run, run_json
@@ -169,3 +173,22 @@ def test_a_text_that_the_context_ends_is_a_sentence_and_own_code_has_a_hash(
     digest = hashlib.sha256((tmp_path / "of_mine.py").read_bytes()).hexdigest()[:16]
     assert made["own_code"] == {"of_mine": digest}
     assert json.loads(run(*call, "--json").stdout)["provenance"]["own_code"] == {}
+
+
+def test_a_table_that_goes_to_a_file_is_as_wide_as_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    made = Table("title", [f"column {i}" for i in range(20)], [[f"0.{i:02} (0.062-0.071)" for i in range(20)]])
+    output.stdout().print(output.rendered(made, whole_names=False))
+    lines = sys.stdout.getvalue().splitlines()  # type: ignore[attr-defined]
+    [shown] = [line for line in lines if "0.062" in line]
+    assert shown.count("(0.062-0.071)") == 20
+    assert shown[0] == shown[-1] == "│"
+
+
+def test_compare_names_the_option_that_another_has_no_effect_beside(tmp_path: Path) -> None:
+    file = tmp_path / "x.jsonl"
+    file.write_text('{"prompt": "import os"}\n')
+    for typed in (("--prompt", "a"), ("--prompt-file", str(file))):
+        said = refused("compare", "--target", "demo-target", "--strategy", "prompt-lookup", "--limit", "2", *typed)
+        assert f"--limit has no effect beside {typed[0]}\n" in f"{said}\n"
