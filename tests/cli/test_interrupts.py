@@ -102,6 +102,9 @@ def test_train_keeps_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     file = tmp_path / "train.yaml"
     file.write_text(yaml.safe_dump(settings(save_target(tmp_path / "target"), tmp_path / "run", **HEAD, **changes)))
     step = loop_module.Loop._step
+    monkeypatch.setattr(loop_module.Loop, "_step", raising(number, 1, step))
+    done = run("train", "eagle3", str(file))
+    assert done.stderr.splitlines()[-1].startswith(f"interrupted: the answers so far are kept in {tmp_path / 'run'}")
     monkeypatch.setattr(loop_module.Loop, "_step", raising(number, 3, step))
     done = run("train", "eagle3", str(file))
     assert done.exit_code == status
