@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from specdec.errors import SpecdecError, unknown_name
+from specdec.errors import SpecdecError
 from specdec.research.ablation.look import (
     LEAST_TESTED,
+    TOO_FEW,
     error_bars,
     finish,
     make_axes,
@@ -23,7 +24,7 @@ from specdec.research.bench_results import BenchResults
 from specdec.research.bootstrap import Interval
 from specdec.research.colours import looks
 from specdec.research.results import Results, chain_of
-from specdec.research.results_table import in_words, named, spelled
+from specdec.research.results_table import in_words, named, no_figure, spelled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -53,9 +54,10 @@ def facets(
     figure, *dimensions = named("facets", [figure, *([] if panel is None else [panel]), colour, x])
     table = found.by(*dict.fromkeys(dimensions))
     rows = [r for r in table.rows if r[x] is not None] or table.rows  # plain decoding has no k
-    rows = [r for r in rows if r.get("tested", LEAST_TESTED) >= LEAST_TESTED] or rows
+    enough = [r for r in rows if r.get("tested", LEAST_TESTED) >= LEAST_TESTED] or rows
+    note, rows = "; ".join([table.intervals, *[TOO_FEW] * (len(enough) < len(rows))]), enough
     if not isinstance(rows[0].get(figure), Interval):
-        raise unknown_name("figure", figure, [n for n, v in rows[0].items() if isinstance(v, Interval)])
+        raise no_figure(figure, [n for n, v in rows[0].items() if isinstance(v, Interval)], table.names)
     titles = list(dict.fromkeys(r[panel] for r in rows)) if panel is not None else [None]
     made, axes = make_axes(len(titles), ax)
     colours, places = (list(dict.fromkeys(r[n] for r in rows)) for n in (colour, x))
@@ -84,7 +86,7 @@ def facets(
         for place in axes:
             place.set_ylim(min(low), max(high))
     loops = shares((str(value), r) for r in source for value in _values(r, colour)) if panel is None else {}
-    finish(axes, made, loops, table.intervals)
+    finish(axes, made, loops, note)
     return axes[0].figure  # type: ignore[no-any-return]
 
 

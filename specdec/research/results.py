@@ -35,7 +35,7 @@ from specdec.research.ablation.table import AS_THEY_ARE, REFERENCE, TIMES, Row, 
 from specdec.research.bench_results import BenchResults
 from specdec.research.bootstrap import Interval, ratio
 from specdec.research.loops import is_looped, without_loops
-from specdec.research.results_table import ResultTable, Tabular, check_name, named, spelled
+from specdec.research.results_table import ResultTable, Tabular, check_name, intervals_over, named
 from specdec.research.traces.records import trace_rows
 from specdec.stats import RoundRecord
 
@@ -134,7 +134,7 @@ class Results(Tabular):
             found = _by_rows(sound, names)
         if not found:
             raise SpecdecError(f"{self.source}: no row with a draft to group by {', '.join(names)}")
-        intervals = f"95 % intervals over {spelled([r['prompts'] for r in found])}"
+        intervals = intervals_over([r["prompts"] for r in found])
         return ResultTable(names, _ordered(found, names), "; ".join([intervals, *_warnings(sound, names)]))
 
     def against(self, baseline: str) -> ResultTable:
@@ -147,7 +147,7 @@ class Results(Tabular):
             other = counterpart(group[0], baseline, groups) if group[0]["drafts"] else None
             if other not in (None, name):
                 made.append(_difference_row(compare_settings(name, group, other, groups[other])))
-        return ResultTable(("setting", "against"), made)
+        return ResultTable(("setting", "against"), made, intervals_over([r["prompts"] for r in made]))
 
     def to_pandas(self) -> Any:
         """A data frame with a row per prompt and setting, which the plots take, also filtered. Raises SpecdecError
@@ -229,6 +229,7 @@ def _by_rounds(rows: Sequence[Row], names: Sequence[str]) -> list[dict[str, Any]
         into["generated_tokens"] += record.tokens
     made = []
     for key, clusters in groups.items():
+        clusters = _independent(clusters, len(prompts[key]))
         counts = {"prompts": len(prompts[key]), **_counts(clusters, COUNTED)}
         rates = {n: _ratio(clusters, *FIGURES[n]) for n in FIGURES if n not in OF_ROWS}
         length = _acceptance_length(clusters)
@@ -255,6 +256,7 @@ def _by_position(rows: Sequence[Row], names: Sequence[str]) -> list[dict[str, An
     for key, clusters in groups.items():
         for cluster, counts in rounds[(*key[:at], *key[at + 1 :])].items():
             clusters[cluster]["rounds"] = counts["rounds"]
+        clusters = _independent(clusters, len(prompts[key]))
         entry = {**dict(zip(names, key, strict=True)), "prompts": len(prompts[key])}
         entry |= _counts(clusters, ("drafted", "tested", "accepted"))
         made.append(entry | {n: _ratio(clusters, "accepted", below) for n, below in OF_POSITIONS.items()})
@@ -264,6 +266,13 @@ def _by_position(rows: Sequence[Row], names: Sequence[str]) -> list[dict[str, An
 def _grouped() -> tuple[dict[Key, dict[Any, Counts]], dict[Key, set[str]]]:
     """Counts of groups by cluster, and the prompts of groups; empty."""
     return defaultdict(lambda: defaultdict(lambda: defaultdict(float))), defaultdict(set)
+
+
+def _independent(clusters: dict[Any, Counts], prompts: int) -> dict[Any, Counts]:
+    """The clusters that are drawn: the calls of one prompt are one."""
+    if prompts > 1:
+        return clusters
+    return {None: {name: sum(c[name] for c in clusters.values()) for c in clusters.values() for name in list(c)}}
 
 
 def _counts(clusters: Mapping[Any, Counts], names: Sequence[str]) -> dict[str, int]:

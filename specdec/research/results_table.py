@@ -37,6 +37,7 @@ SPECIAL = {c: rf"\{c}" for c in "&%$#_{}"} | {
     "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}",
     ">": r"\textgreater{}", "|": r"\textbar{}",
 }  # fmt: skip
+FIGURES = {*SHOWN, "tokens_per_second", "decode_speedup", "predicted_speedup"}
 MISSING, MOST_DIGITS = "-", 15
 
 
@@ -131,7 +132,7 @@ class ResultTable:
         known = [n for n in dict.fromkeys(n for r in self.rows for n in r) if n not in self.names]
         for name in figures or ():
             if name not in known:
-                raise unknown_name("figure", name, known)
+                raise no_figure(name, known, self.names)
         if figures is not None or not any(n in SHOWN for n in known):  # of a comparison all of it
             return list(figures or known)
         if "accepted_length" in self.names:  # a histogram
@@ -187,6 +188,20 @@ def spelled(prompts: Sequence[int]) -> str:
     """How many prompts some figures are of: "8 prompts", "2 to 8 prompts"."""
     low, high = min(prompts), max(prompts)
     return f"{low} to {high} prompts" if low < high else f"{high} prompt{'s' * (high != 1)}"
+
+
+def intervals_over(prompts: Sequence[int]) -> str:
+    """What intervals are over, by the prompts of each group: one prompt has none."""
+    if not prompts:
+        return INTERVALS
+    return f"95 % intervals over {spelled(prompts)}" if max(prompts) > 1 else "one prompt: no intervals"
+
+
+def no_figure(name: str, known: Sequence[str], dimensions: Sequence[str]) -> SpecdecError:
+    """The error for a figure that a table lacks: one that is not defined by its dimensions, or none at all."""
+    if name not in FIGURES:
+        return unknown_name("figure", name, known)
+    return SpecdecError(f"figure {name!r} is not defined by {', '.join(dimensions)}; there are: {', '.join(known)}")
 
 
 def in_words(name: str) -> str:

@@ -17,7 +17,7 @@ from specdec import SpeculativeDecoder, theory
 from specdec.cli import app
 from specdec.cli.ablate import print_summary
 from specdec.errors import SpecdecError
-from specdec.research.ablation import as_rows, merge, plots, run_ablation
+from specdec.research.ablation import as_rows, merge, plots, report, run_ablation
 from specdec.research.ablation.compare import along, candidate_name, compare_config, examine, reasons
 from specdec.research.ablation.summary import measured_costs, paired, predicted_speedup, summarise, theoretical_speedup
 from specdec.research.ablation.table import first_difference
@@ -451,3 +451,12 @@ def test_a_reason_is_given_exactly_where_its_figure_says_so() -> None:
         said = reasons({**quiet, "predicted_speedup": None, **change})
         assert len(said) == 1, (start, said)
         assert said[0].startswith(start)
+
+
+def test_the_report_says_what_it_does_not_show() -> None:
+    prompts = [{"id": f"p{i}", "text": "t"} for i in range(report.SHOWN_ROWS + 2)]
+    rows = [{"prompt": "p0", "text": f"text {i}", "setting": "s"} for i in range(report.SHOWN_TEXTS + 4)]
+    page = report._examples({"prompts": prompts}, rows)
+    assert "<p>and 4 more texts</p>" in page
+    assert "<p>and 2 more prompts</p>" in page
+    assert "more" not in report._examples({"prompts": prompts[:2]}, rows[:2])

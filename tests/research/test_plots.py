@@ -258,6 +258,9 @@ def test_facets_draw_any_figure_against_any_axis(rows: list[Any]) -> None:
     assert len({a.get_ylim() for a in figure.axes}) == 1, "panels are on one scale"
     few = facets([r for r in rows if r["prompt"] == "a"], x="position", colour="strategy")
     assert len(lines(few)["draft-model"][0]) == 1, "four tokens were tested at position 2"
+    own = plots.acceptance_by_position([r for r in rows if r["prompt"] == "a"])
+    for drawn, left_out in ((few, True), (own, True), (figure, False)):
+        assert ("left out" in drawn.legends[0].get_title().get_text().replace("\n", " ")) is left_out
     x, y = lines(figure)["draft-model"]
     assert y == [pytest.approx((8 + 8) / (16 + 10)), pytest.approx(6 / 10)]
     assert x == [1 - BESIDE / 2, 2 - BESIDE / 2], "beside the other strategy's"

@@ -162,6 +162,31 @@ def test_intervals_say_of_how_many_prompts_they_are(rows: list[Any]) -> None:
     assert " ".join(one.split()) == "95 % intervals over 3 prompts; 3 of 3 rows end in a loop 100% in loops"
 
 
+def test_one_prompt_has_no_intervals_however_many_calls_it_is_in(rows: list[Any]) -> None:
+    one = [r for r in rows if r["prompt"] == "a"]
+    calls = [{**r, "seed": i, "batch_size": 2, "call": f"{r['call']} {i}"} for r in one for i in range(3)]
+    for made in (one, calls):
+        found = Results.load(made)
+        tables = [found.by(*names) for names in (("setting",), ("position",), ("length",))]
+        for table in (*tables, found.against("lookup")):
+            assert table.intervals.startswith("one prompt: no intervals")
+            assert "[" not in table.to_latex(long=False).partition("midrule")[2]
+        shown = settings_table(summarise(made))
+        assert "one prompt: no intervals" in shown.title
+        assert not any("(" in cell for cells in shown.rows for cell in cells[1:])
+        assert "one prompt" in facets(found, x="k").legends[0].get_title().get_text().replace("\n", " ")
+
+
+def test_costs_below_plains_are_called_noise(rows: list[Any]) -> None:
+    summary = summarise(rows)
+    assert "noise" not in settings_table(summary).title
+    entry = next(e for e in summary["settings"].values() if e["drafts"])
+    entry["costs"]["width_cost"] = -0.1
+    assert "measured with noise" in settings_table(summary).title
+    noisy = {**entry, "name": "a", "best_length": None, "cost_ratio": 0.1}
+    assert "measured with noise" in candidates_table([noisy]).title
+
+
 def test_without_pandas_one_line_says_what_to_install(rows: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(SpecdecError, match=r"pandas.*specdec\[research\]"):
@@ -178,7 +203,9 @@ def test_without_pandas_one_line_says_what_to_install(rows: list[Any], monkeypat
         (lambda r: r.where("k=4"), ("where: expected a function",)),
         (lambda r: r.where(kk=3), ("kk",)),
         (lambda r: r.where(k=99), ("99",)),
-        (lambda r: r.by("k").to_latex(figures=["speed"]), ("speed",)),
+        (lambda r: r.by("k").to_latex(figures=["speed"]), ("unknown figure 'speed'",)),
+        (lambda r: r.by("position").to_latex(figures=["speedup"]), ("'speedup' is not defined by position",)),
+        (lambda r: facets(r, "speedup", x="position"), ("'speedup' is not defined by strategy, position",)),
         (lambda r: r.against("nobody"), ("nobody",)),
         (lambda r: Results.load("no/such/folder"), ("no/such/folder",)),
         (lambda r: Results.load([]), ("no rows",)),

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LEAST_TESTED = 5  # tokens of a point that is plotted
+TOO_FEW = f"points with fewer than {LEAST_TESTED} tested tokens are left out"
 MARKED = 0.01  # loop share from which a figure says it
 BESIDE, DODGE = 0.12, 0.5  # of the distance between two places: from line to line, and at most for all together
 COLUMNS = 3  # panels in a row
@@ -57,11 +58,11 @@ class Look:
         return [name for name, other in self.strategy.items() if other == self.strategy[setting]]
 
 
-def of_table(*columns: str) -> Callable[[Callable[..., None]], Callable[..., Figure]]:
-    """A plot of rows into axes -> a figure of a results table in any form, which has rows, these columns, and a row
-    that did not fail; else SpecdecError, which names the plot."""
+def of_table(*columns: str) -> Callable[[Callable[..., str | None]], Callable[..., Figure]]:
+    """A plot of rows into axes, which may return a note -> a figure of a results table in any form, which has rows,
+    these columns, and a row that did not fail; else SpecdecError, which names the plot."""
 
-    def decorate(plot: Callable[..., None]) -> Callable[..., Figure]:
+    def decorate(plot: Callable[..., str | None]) -> Callable[..., Figure]:
         needed = tuple(dict.fromkeys((*COMMON, *columns)))
 
         @wraps(plot)
@@ -76,11 +77,12 @@ def of_table(*columns: str) -> Callable[[Callable[..., None]], Callable[..., Fig
                 rows = rows if where is None else Results(rows, "where").where(where).rows
                 parts, look = panels(rows, panel), Look(rows)
                 figure, axes = make_axes(len(parts), ax)
+                notes: dict[str | None, None] = {}
                 for place, (title, own) in zip(axes, parts.items(), strict=True):
-                    plot(own, place, look, *arguments, **options)
+                    notes[plot(own, place, look, *arguments, **options)] = None
                     place.set_title(title, fontsize=10)
                 names = [(n, r) for r in rows if r["drafts"] for n in {r["setting"], curve(r["setting"])}]
-                finish(axes, figure, shares(names) if panel is None else {})
+                finish(axes, figure, shares(names) if panel is None else {}, "; ".join(filter(None, notes)))
                 return axes[0].figure
             except SpecdecError as error:
                 raise SpecdecError(f"{plot.__name__}: {error}") from error

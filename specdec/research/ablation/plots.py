@@ -20,7 +20,17 @@ import numpy as np
 
 from specdec.config import check_whole
 from specdec.errors import SpecdecError
-from specdec.research.ablation.look import LEAST_TESTED, PAIRED, ROUNDS, Look, curve, error_bars, of_table, shift
+from specdec.research.ablation.look import (
+    LEAST_TESTED,
+    PAIRED,
+    ROUNDS,
+    TOO_FEW,
+    Look,
+    curve,
+    error_bars,
+    of_table,
+    shift,
+)
 from specdec.research.ablation.summary import (
     by_setting,
     conversation,
@@ -46,19 +56,22 @@ THEORY_POINTS = 256  # at most, of a theory's line
 
 
 @of_table(*ROUNDS, "reached", "tested")
-def acceptance_by_position(rows: list[Row], axes: Any, look: Look) -> None:
+def acceptance_by_position(rows: list[Row], axes: Any, look: Look) -> str | None:
     """Acceptance of a tested token by position in the draft, one line per setting, 95 % intervals."""
     _label(axes, "position in the draft", PER_TESTED)
-    groups = _drafting(rows)
+    note, groups = None, _drafting(rows)
     for index, (name, group) in enumerate(groups.items()):
         points = []
         for i in range(max(len(r["tested"]) for r in group)):
             counts = _by_prompt([(conversation(r), at(r["reached"], i), at(r["tested"], i)) for r in group])
             if sum(counts[1]) >= LEAST_TESTED:
                 points.append((i + 1, ratio(*counts)))
+            elif sum(counts[1]):
+                note = TOO_FEW
         _line(axes, look, name, points, shift(index, len(groups)))
     axes.set_ylim(0, 1.02)
     _whole_ticks(axes)
+    return note
 
 
 @of_table(*ROUNDS, "acceptance_histogram")
@@ -153,9 +166,10 @@ def _beside(places: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 @of_table(*ROUNDS, "prompt_tokens", "records")
-def context_curve(rows: list[Row], axes: Any, look: Look) -> None:
+def context_curve(rows: list[Row], axes: Any, look: Look) -> str | None:
     """Acceptance of a tested token against the length of the text before its round, in bins of equal counts."""
     _label(axes, "tokens before the round", PER_TESTED)
+    note = None
     for name, group in _drafting(rows).items():
         rounds = [entry for row in group for entry in round_contexts(row)]
         edges = np.unique(np.quantile([at for at, _, _ in rounds], np.linspace(0, 1, CONTEXT_BINS + 1)))
@@ -165,8 +179,11 @@ def context_curve(rows: list[Row], axes: Any, look: Look) -> None:
             if sum(counts[1]) >= LEAST_TESTED:
                 middle = float(np.mean([at for at, _, _ in rounds if low <= at < high]))
                 points.append((middle, ratio(*counts)))
+            elif sum(counts[1]):
+                note = TOO_FEW
         _line(axes, look, name, points)
     axes.set_ylim(0, 1.02)
+    return note
 
 
 @of_table(*ROUNDS, "generated_tokens", "records")

@@ -24,7 +24,7 @@ from specdec.research.bootstrap import least_p
 from specdec.research.colours import page_style
 
 SHOWN_TEXT = 400  # characters of a prompt's end and of an output
-SHOWN_DIFFERENCES, SHOWN_ROWS, MANY_SETTINGS = 20, 8, 8
+SHOWN_DIFFERENCES, SHOWN_ROWS, SHOWN_TEXTS, MANY_SETTINGS = 20, 8, 3, 8
 EVERY_ROW_FAILED = "Every row failed: there are no figures and no plots"
 INTERVAL = re.compile(r"^([\d.-]+ )(\([\d. to-]+\))$")  # is broken before it, never inside
 STYLE = """
@@ -97,8 +97,10 @@ def _made_with(manifest: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
             f"{runner['decode']:.1f} s of decoding, {runner['load']:.1f} s of loading; the runner took "
             f"{runner['overhead']:.1%} of the decoding time."
         )
-    lines.append("Intervals are 95 % bootstrap intervals over prompts; speed-ups are paired with plain decoding.")
-    floor = least_p(len({p.get("conversation", p["id"]) for p in manifest["prompts"]}))
+    prompts = len({p.get("conversation", p["id"]) for p in manifest["prompts"]})
+    known = "Intervals are 95 % bootstrap intervals over prompts" if prompts > 1 else "One prompt has no intervals"
+    lines.append(f"{known}; speed-ups are paired with plain decoding.")
+    floor = least_p(prompts)
     if floor is not None:
         lines.append(
             f"p-values flip the signs of the prompts' differences: with so few prompts none is below {floor:.2g}."
@@ -186,12 +188,12 @@ def _plots(rows: Sequence[Row]) -> list[str]:
 
 def _differences(rows: Sequence[Row]) -> str:
     plain = {(r["cell"], r["prompt"]): r for r in rows if not r["drafts"]}
-    lines = []
-    for row in [r for r in rows if r["equals_plain"] is False][:SHOWN_DIFFERENCES]:
+    lines, found = [], [r for r in rows if r["equals_plain"] is False]
+    for row in found[:SHOWN_DIFFERENCES]:
         texts = [repr((r["text"] or "")[:SHOWN_TEXT]) for r in (plain[row["plain"], row["prompt"]], row)]
         lines.append([row["setting"], row["prompt"], str(row["seed"]), str(row["first_difference"]), *texts])
     heads = ("setting", "prompt", "seed", "first difference", "plain", "this setting")
-    return _table(Table("", heads, lines))
+    return _table(Table("", heads, lines)) + _more(found, SHOWN_DIFFERENCES, "rows")
 
 
 def _examples(manifest: Mapping[str, Any], rows: Sequence[Row]) -> str:
@@ -205,10 +207,16 @@ def _examples(manifest: Mapping[str, Any], rows: Sequence[Row]) -> str:
                 outputs.setdefault(row["text"], []).append(row["setting"])
         blocks = "".join(
             f"<p>{text(', '.join(dict.fromkeys(names)))}</p><pre>{text(output[:SHOWN_TEXT])}</pre>"
-            for output, names in list(outputs.items())[:3]
+            for output, names in list(outputs.items())[:SHOWN_TEXTS]
         )
+        blocks += _more(outputs, SHOWN_TEXTS, "texts")
         made.append(
             f"<details><summary>{text(prompt)}</summary><p>end of the prompt</p>"
             f"<pre>{text(texts[prompt][-SHOWN_TEXT:])}</pre>{blocks}</details>"
         )
-    return "".join(made)
+    return "".join(made) + _more(texts, SHOWN_ROWS, "prompts")
+
+
+def _more(found: Collection[Any], shown: int, what: str) -> str:
+    """Say how many are not shown, if any."""
+    return f"<p>and {len(found) - shown} more {what}</p>" if len(found) > shown else ""

@@ -164,6 +164,7 @@ def conversation(row: Row) -> str:
 def clustered(rows: Sequence[Row], by_call: bool = True) -> Clusters:
     """Sums by cluster: a prompt with all its seeds and turns; where several share a call, the call with all of them."""
     sums: Clusters = {}
+    by_call = by_call and len({conversation(row) for row in rows}) > 1  # else no interval
     for row in rows:
         key = row["call"] if by_call and row["batch_size"] > 1 else conversation(row)
         into = sums.setdefault(key, dict.fromkeys(SUMMED, 0.0))

@@ -7,10 +7,11 @@ from typing import Any
 
 from specdec.research.ablation.summary import COMPARED
 from specdec.research.bench.tables import Table, figure, interval
-from specdec.research.results_table import IN_WORDS, in_words, spelled
+from specdec.research.results_table import IN_WORDS, in_words, intervals_over, spelled
 from specdec.stats import PER_TESTED, RATES
 
 LOOP_HEADS = (IN_WORDS["loop_share"], f"{PER_TESTED} without loops")
+NOISY = "costs measured with noise: a pass of more tokens was faster than plain"
 WHOLE = "speed-up over plain decoding of the same prompts and seeds, prefill included"
 
 
@@ -31,7 +32,7 @@ def settings_table(summary: Mapping[str, Any]) -> Table:
         figures += loop_cells(entry) if loops else []
         rows.append([marked(name, entry), *figures, same, str(entry["rows"]), str(entry["errors"])])
     heads += [*LOOP_HEADS] * loops + ["same text", "rows", "errors"]
-    return Table(f"pooled figures with 95 % intervals over prompts; {WHOLE}", heads, rows)
+    return Table(f"pooled figures; {_about(summary['settings'].values())}", heads, rows)
 
 
 def candidates_table(candidates: Sequence[Mapping[str, Any]]) -> Table:
@@ -47,7 +48,14 @@ def candidates_table(candidates: Sequence[Mapping[str, Any]]) -> Table:
         cells += [figure(entry["cost_ratio"], 3), "-" if best is None else str(best) if best else "off"]
         cells += [distance_cell(entry)] if lossy else []
         rows.append([marked(entry["name"], entry), *cells, *(loop_cells(entry) if loops else ())])
-    return Table(f"fastest first; 95 % intervals over prompts; {WHOLE}", heads, rows)
+    return Table(f"fastest first; {_about(candidates)}", heads, rows)
+
+
+def _about(entries: Iterable[Mapping[str, Any]]) -> str:
+    """What the intervals are over, what the speed-up is, and whether noise of the costs is in what is predicted."""
+    found = list(entries)
+    noisy = any(((entry.get("costs") or {}).get("width_cost") or 0) < 0 for entry in found)
+    return "; ".join([intervals_over([e["prompts"] for e in found if "prompts" in e]), WHOLE, *[NOISY] * noisy])
 
 
 def any_lossy(entries: Iterable[Mapping[str, Any]]) -> bool:
