@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from specdec.device.buffers import Buffers
+from specdec.drafters.base import MOST_NODES
 from specdec.errors import SpecdecError
 from specdec.models.trees import TreePass
 
@@ -47,6 +48,8 @@ class TreeSize:
         """Raise SpecdecError for a tree that cannot be grown."""
         if self.top_k < 1 or self.depth < 0 or self.nodes < 1:
             raise SpecdecError(f"{strategy}: a tree needs top_k >= 1, depth >= 0 and nodes >= 1, got {self}")
+        if self.nodes > MOST_NODES:
+            raise SpecdecError(f"{strategy}: more than {MOST_NODES} nodes, which is what a pass verifies")
         if self.top_k > draft_vocab_size:
             raise SpecdecError(
                 f"{strategy}: top_k={self.top_k} is more than the {draft_vocab_size} tokens of the draft vocabulary; "

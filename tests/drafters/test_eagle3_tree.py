@@ -107,6 +107,7 @@ def test_siblings_come_best_first() -> None:
         (TreeSize(4, 1, 21), "have 20 candidates, fewer than the 21 nodes"),
         (TreeSize(13, 1, 5), "top_k=13 is more than the 12 tokens"),
         (TreeSize(0, 1, 5), "needs top_k >= 1"),
+        (TreeSize(4, 99, 512), "more than 511 nodes"),
     ],
 )
 def test_sizes_that_cannot_be_grown_are_refused(size: TreeSize, words: str) -> None:

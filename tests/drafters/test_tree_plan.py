@@ -128,3 +128,19 @@ def test_opt_trees_give_plain_decodings_samples(acceptance: str) -> None:
 def test_opt_needs_a_number_of_nodes(tree: str) -> None:
     with pytest.raises(SpecdecError, match="tree"):
         DraftModel(tree=tree)
+
+
+@pytest.mark.parametrize("shape", [{"tree": "opt-4"}, {"branches": 2}], ids=str)
+def test_a_tree_has_no_more_levels_than_nodes(shape: dict[str, Any]) -> None:
+    """A level is a pass of the draft; n_max bounds them too, but may be anything."""
+    target = tiny_model("llama")
+    decoder = SpeculativeDecoder(target, weaker(target, 0.15), check=False)
+    levels = 4 if "tree" in shape else 16
+    out, deep = (decoder.generate(PROMPTS, 8, [DraftModel(n_max=n, **shape)]) for n in (levels, 10**9))
+    assert deep.token_ids == out.token_ids
+    assert deep.stats.draft_passes == out.stats.draft_passes
+
+
+def test_trees_larger_than_a_pass_are_refused() -> None:
+    with pytest.raises(SpecdecError, match="more than 511 nodes"):
+        DraftModel(tree="opt-512", n_max=60)

@@ -129,12 +129,13 @@ class DraftModel(CoreDrafter):
     @property
     def best_size(self) -> TreeSize:
         """Size of the trees of best nodes: as deep as chains are, with EAGLE's width of a level."""
-        return TreeSize(min(self._best, TreeSize.top_k), (self.n_max or 1) - 1, self._best)
+        return TreeSize(min(self._best, TreeSize.top_k), min(self.n_max or 1, self._best) - 1, self._best)
 
     @property
     def depth(self) -> int:
-        """Most tokens of a chain, or levels of a tree."""
-        return len(self.tree) if self.tree is not None and not self._best else self.n_max or 0
+        """Most tokens of a chain, or levels of a tree: no more than it has nodes."""
+        depth = len(self.tree) if self.tree is not None and not self._best else self.n_max or 0
+        return min(depth, self._best or depth, self._most) if self.makes_trees else depth
 
     def shape(self, nodes: int, depth: int) -> TreeSize | PlanShape | Branching:
         """Return what trees of at most so many nodes and levels grow by."""
@@ -153,10 +154,10 @@ class DraftModel(CoreDrafter):
         if self.translate:
             return (IntersectingDrafter if self.translate == "intersection" else TranslatingDrafter)(self, context)
         made = copy.copy(self)
-        made._context = context
+        made._context, made._most = context, context.nodes
         before = context.previous.get(self.name)
         kept = before._core.keep() if isinstance(before, DraftModel) else None
-        spare = sum(made.shape(context.nodes, self.depth).widths) if self.makes_trees else 0
+        spare = sum(made.shape(context.nodes, made.depth).widths) if self.makes_trees else 0
         made._core = DraftCore(context.draft_runner, context.batch, context.capacity, kept, spare)
         made._proposal = made._ahead = None
         made._guesses = {"guesses": 0, "right": 0}
@@ -166,6 +167,7 @@ class DraftModel(CoreDrafter):
         return made
 
     _context: DraftContext = field(init=False, repr=False, compare=False)
+    _most: int = field(init=False, repr=False, compare=False, default=MOST_NODES)  # nodes that a pass verifies
     _core: DraftCore = field(init=False, repr=False, compare=False)
     _proposal: Proposal | None = field(init=False, repr=False, compare=False, default=None)  # this round's
     _guesses: dict[str, int] = field(init=False, repr=False, compare=False)

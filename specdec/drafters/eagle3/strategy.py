@@ -151,9 +151,9 @@ class Eagle3(Drafter):
 
     @property
     def _size(self) -> TreeSize:
-        if self.nodes != "auto":
-            return TreeSize(self.top_k, self.depth, int(self.nodes))
-        return TreeSize(self.top_k, self.depth, min(MOST, TreeSize(self.top_k, self.depth).candidates))
+        nodes = MOST if self.nodes == "auto" else int(self.nodes)
+        size = TreeSize(self.top_k, min(self.depth, max(0, nodes - 1)), nodes)  # no more levels than nodes
+        return replace(size, nodes=min(nodes, size.candidates)) if self.nodes == "auto" else size
 
     @property
     def observed_layers(self) -> tuple[int, ...]:
