@@ -174,8 +174,8 @@ class GenerationSettings:
     def _check_seed(self) -> None:
         seeds = self.seed if isinstance(self.seed, (list, tuple)) else [self.seed]
         for seed in seeds:
-            if seed is not None and (not isinstance(seed, Integral) or isinstance(seed, bool)):
-                raise SpecdecError(f"seed must be an int, a list of ints or None, got {seed!r}")
+            if seed is not None:
+                check_seed(seed, "an int, a list of ints or None")
 
     def _check_processors(self) -> None:
         """Raise SpecdecError for values out of range that transformers ignores without a word."""
@@ -414,6 +414,12 @@ def check_exact(value: Any) -> None:
     """Raise SpecdecError for a value that `exact` cannot have."""
     if not (value is UNSET or value == "auto" or isinstance(value, bool)):
         raise SpecdecError(f"exact must be True, False or 'auto', got {value!r}")
+
+
+def check_seed(value: Any, form: str) -> None:
+    """Raise SpecdecError unless `value` is one seed. form: what the message asks for"""
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise SpecdecError(f"seed must be {form}, got {value!r}")
 
 
 def check_whole(name: str, value: Any, least: int, most: int | None = None) -> None:

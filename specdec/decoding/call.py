@@ -59,6 +59,7 @@ class Call:
     ):
         self.decoder, self.drafters, self.record, self.top = decoder, drafters, False, 0
         self.facts = {role: runner.facts for role, runner in decoder._runners().items()}
+        self.is_open = False  # it has a cache, which it gives back once
         self.states: dict[str, ModelState] = {}  # of the models when the call began, if anything is kept
         self.phase = "the beginning of the call"  # in which memory ran out
         self.changed: list[str] = []  # roles whose kept keys and values were dropped
@@ -74,7 +75,7 @@ class Call:
         if self.sets_lengths or any(d.sizes_trees for d in drafters):
             given = as_costs(settings.costs) or decoder.costs
             self.costs = costs_for(drafters, self.automatic, given, decoder.target, decoder.draft)
-        self.stops = stops = self._stop_rules()
+        self.stops = stops = self.stop_rules(settings)
         keys = _row_keys(settings, len(prompts))
         n = settings.num_return_sequences
         self.templates = [template for template in templates for _ in range(n)]
@@ -135,8 +136,9 @@ class Call:
             for p in processors
         ]
 
-    def _stop_rules(self) -> StopRules:
-        decoder, settings = self.decoder, self.settings
+    def stop_rules(self, settings: GenerationSettings) -> StopRules:
+        """When rows with these settings end. Raises SpecdecError for stop strings without a tokenizer."""
+        decoder = self.decoder
         if settings.stops and decoder.tokenizer is None:
             raise SpecdecError("stop_strings needs a tokenizer: pass tokenizer=... when the decoder is built")
         eos = settings.eos_token_id
@@ -156,6 +158,7 @@ class Call:
     def __enter__(self) -> Call:
         with self.decoder.working(), explaining(self.decoder.target.device, self._what_would_fit):
             self._begin()
+        self.is_open = True
         return self
 
     def _drop(self) -> None:
@@ -282,8 +285,9 @@ class Call:
         self.engine = Engine(verifier, chain, self.rows, kept)
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if not hasattr(self, "engine"):  # it was dropped
+        if not self.is_open:
             return
+        self.is_open = False
         if is_out_of_memory(error):
             with explaining(self.decoder.target.device, self._what_would_fit):
                 self._drop()

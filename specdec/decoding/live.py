@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from specdec.config import UNSET, as_list
+from specdec.config import MOST_ROWS, UNSET, as_list, check_seed, check_switch, check_whole
 from specdec.decoding.call import Call
+from specdec.decoding.prompts import encode_prompts
 from specdec.decoding.row import Row
 from specdec.device.memory import is_out_of_memory
 from specdec.errors import SpecdecError
@@ -60,32 +61,39 @@ class LiveCall:
 
     def add(
         self,
-        prompt: Sequence[int],
+        prompt: Any,
         seed: int,
         index: int = 0,
         max_new_tokens: int | None = None,
-        stop_strings: Sequence[str] = (),
+        stop_strings: str | Sequence[str] = (),
         ignore_eos: bool = False,
     ) -> Row:
         """Queue a prompt; returns its row, which ends when its `finish_reason` is set.
 
-        prompt: ids of the target's vocabulary
+        prompt: one, in any form that `generate` takes
         seed, index: the row's random numbers are those of row `index` of a call with this seed
         max_new_tokens: most tokens of the output; None: as the call says
         stop_strings: beside those of the call
-        Raises SpecdecError for a prompt that does not fit into a slot.
+        Raises SpecdecError for what `generate` refuses, for a prompt that does not fit into a slot, and for a closed
+        call.
         """
-        if not 0 < len(prompt) <= self.capacity:
-            raise SpecdecError(f"the prompt has {len(prompt)} tokens; a slot has room for 1 to {self.capacity}")
-        known = self.call.stops
-        stops = replace(
+        self._check_open()
+        target, tokenizer, known = self.call.decoder.target, self.call.decoder.tokenizer, self.call.settings
+        ids = encode_prompts([prompt], tokenizer, target.vocab_size, target.context, ["the prompt"])[0]
+        if len(ids) > self.capacity:
+            raise SpecdecError(f"the prompt has {len(ids)} tokens; a slot has room for 1 to {self.capacity}")
+        check_seed(seed, "an int")
+        check_whole("index", index, 0)
+        check_switch("ignore_eos", ignore_eos)
+        settings = replace(
             known,
             max_new_tokens=known.max_new_tokens if max_new_tokens is None else max_new_tokens,
-            context=self.capacity,
-            eos=frozenset() if ignore_eos else known.eos,
-            stop_strings=(*known.stop_strings, *stop_strings),
+            ignore_eos=ignore_eos or known.ignore_eos,
+            stop_strings=[*known.stops, *as_list(stop_strings)],
         )
-        row = Row(index, list(prompt), row_key(seed, index), stops)
+        settings.check()
+        stops = replace(self.call.stop_rules(settings), context=self.capacity)
+        row = Row(index, ids, row_key(seed, index), stops)
         if row.finish_reason is None:
             self.rows.append(row)
             self.call.engine.queue.append(row)
@@ -94,8 +102,9 @@ class LiveCall:
     def step(self) -> None:
         """Admit rows to free slots, and run one pass over all that run. Without rows nothing happens.
 
-        Raises what a pass raises; the call must then be closed.
+        Raises what a pass raises; the call must then be closed. A closed call raises SpecdecError.
         """
+        self._check_open()
         try:
             if self.rows and next(self.passes, None) is None:  # the loop had run out of rows before these came
                 self.passes = self.call.run()
@@ -108,13 +117,18 @@ class LiveCall:
 
     def cancel(self, row: Row) -> None:
         """End a row with reason `interrupted`. Its slot is free for the next one."""
+        self._check_open()
         if row.finish_reason is None:
             self.call.engine.cancel(row)
             self.rows[:] = [other for other in self.rows if other is not row]
 
     def close(self) -> None:
-        """End the call and give its memory back. Rows that have not ended stay as they are."""
+        """End the call, if it is open, and give its memory back. Rows that have not ended stay as they are."""
         self.__exit__(None, None, None)
+
+    def _check_open(self) -> None:
+        if not self.call.is_open:
+            raise SpecdecError("the call is closed: open another with `live`")
 
 
 OF_ROWS = ("seed", "num_return_sequences", "batch_size", "keep_state", "shard")
@@ -129,6 +143,6 @@ def check_live(options: dict[str, Any], slots: int, capacity: int | None) -> Non
         raise SpecdecError(
             "a live call takes constraints and grammars as logits_processor, and none that may know its row"
         )
-    for name, value in (("slots", slots), ("capacity", capacity)):
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise SpecdecError(f"{name} must be a whole number >= 1, got {value!r}")
+    check_whole("slots", slots, 1, MOST_ROWS)
+    if capacity is not None:
+        check_whole("capacity", capacity, 1)

@@ -412,11 +412,11 @@ class CachePool:
         """Lease a cache of `room(capacity)` tokens per row, or a larger one."""
         capacity = max(self.room(capacity), ROOMY // batch if self.coarse else 0)
         cache, self.idle = self.idle, None
+        enough = False
         if cache is not None and cache.batch == batch:
             enough = cache.capacity >= capacity if self.step > 1 else cache.capacity == capacity
-            if enough:
-                return cache
-        cache = self.make(batch, capacity)
+        if cache is None or not enough:
+            cache = self.make(batch, capacity)
         cache.pool = self
         return cache
 
@@ -425,9 +425,9 @@ class CachePool:
         return RaggedCache(self.n_layers, batch, capacity, self.recurrent)
 
     def give_back(self, cache: RaggedCache) -> None:
-        """Take a cache back, unless it is another pool's: the model's layers or dtype may have changed since."""
+        """Take a cache back, once, unless it is another pool's: the model's layers or dtype may have changed since."""
         if cache.pool is self:
-            self.idle = cache
+            self.idle, cache.pool = cache, None
 
 
 def kv_widths(config: Any) -> list[tuple[int, int]]:

@@ -114,9 +114,63 @@ def test_a_step_without_rows_does_nothing_and_a_full_slot_ends_its_row(decoder: 
 
 @pytest.mark.parametrize(
     "options",
-    [{"seed": 3}, {"batch_size": 2}, {"keep_state": True}, {"slots": 0}, {"capacity": 0}, {"logits_processor": print}],
+    [
+        {"seed": 3},
+        {"batch_size": 2},
+        {"keep_state": True},
+        {"slots": 0},
+        {"slots": True},
+        {"capacity": 0},
+        {"logits_processor": print},
+    ],
     ids=str,
 )
 def test_what_belongs_to_rows_is_refused(decoder: SpeculativeDecoder, options: Any) -> None:
     with pytest.raises(SpecdecError, match=next(iter(options))):
         decoder.live(**options)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"prompt": []}, {"prompt": [-1]}, {"prompt": [10**6]}, {"prompt": [1.5]}, {"prompt": "abc"}, {"prompt": [[1]]},
+        {"seed": None}, {"seed": "x"}, {"seed": [1]}, {"index": "x"}, {"index": -1}, {"max_new_tokens": "x"},
+        {"max_new_tokens": 1.5}, {"max_new_tokens": -1}, {"stop_strings": [3]}, {"stop_strings": [""]},
+        {"stop_strings": "ab"}, {"ignore_eos": "x"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_bad_row_is_refused_and_leaves_its_neighbours_alone(decoder: SpeculativeDecoder, given: Any) -> None:
+    with decoder.live(2, 64) as call:
+        row = call.add(PROMPTS[0], seed=0, max_new_tokens=4)
+        with pytest.raises(SpecdecError, match=next(iter(given))):
+            call.add(**{"prompt": [1], "seed": 0, **given})
+        while call.rows:
+            call.step()
+    assert row.output == decoder.generate(PROMPTS[0], 4).token_ids[0]
+
+
+def test_a_call_that_is_closed_twice_gives_its_caches_back_once(decoder: SpeculativeDecoder) -> None:
+    """Otherwise two later calls have one cache, and a text of theirs is wrong."""
+    want = [decoder.generate(p, 12).token_ids[0] for p in PROMPTS[:2]]
+    with decoder.live(1, 64) as closed:
+        closed.close()
+        calls = [decoder.live(1, 64)]
+        closed.close()  # while another has what it gave back
+    calls.append(decoder.live(1, 64))
+    assert calls[0].call.engine.cache is not calls[1].call.engine.cache
+    rows = [call.add(p, seed=0, max_new_tokens=12) for call, p in zip(calls, PROMPTS, strict=False)]
+    while any(call.rows for call in calls):
+        for call in calls:
+            call.step()
+    assert [row.output for row in rows] == want
+    for use in (closed.step, lambda: closed.add([1], seed=0), lambda: closed.cancel(rows[0])):
+        with pytest.raises(SpecdecError, match="the call is closed"):
+            use()
+    pool, cache = decoder.target.pool, calls[0].call.engine.cache
+    for call in calls:
+        call.close()
+    pool.give_back(cache)
+    pool.give_back(cache)
+    leased = [pool.lease(cache.batch, cache.capacity) for _ in range(2)]
+    assert leased[0] is not leased[1]
