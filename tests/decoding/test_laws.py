@@ -7,6 +7,7 @@ every kind of processor. `python scripts/measure_laws.py` runs all tests marked 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -150,6 +151,12 @@ def test_a_lossy_rule_is_told_apart_and_says_so(rule: str, record_property: Any)
     check_fit(fit(cell(out.token_ids, V), law_with("none")), record_property, holds=False)
     assert out.lossy
     assert out.distances is not None
+
+
+def test_the_page_names_every_lossy_rule() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "losslessness.md").read_text(encoding="utf-8")
+    named = page.partition("**What is lossy.** The rules ")[2].partition(", and no other")[0]
+    assert sorted(re.findall(r"`([\w-]+)`", named)) == sorted(own_rules(lossy=True))
 
 
 def test_every_lossless_rule_has_a_broken_twin() -> None:
