@@ -140,5 +140,7 @@ def _interval(found: Any) -> Interval:
     """A number, an interval or a median with its range."""
     if isinstance(found, Mapping):
         low, high = (found.get(a, found.get(b)) for a, b in (("low", "min"), ("high", "max")))
+        if "min" in found and low == high:  # of one repeat
+            low = high = None
         return Interval(found.get("value", found.get("median")), low, high)
     return Interval(found)

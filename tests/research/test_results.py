@@ -23,6 +23,8 @@ from specdec.research.ablation.compare import candidate
 from specdec.research.ablation.summary import by_setting, summarise
 from specdec.research.ablation.table import write_table
 from specdec.research.ablation.tables import candidates_table, category_table, settings_table
+from specdec.research.bench.report import theory
+from specdec.research.bench.tables import spread
 from specdec.research.bootstrap import least_p, swap_test
 from specdec.research.facets import facets
 from specdec.research.results_table import escape_latex
@@ -357,6 +359,25 @@ def test_a_benchs_document_is_results_too(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(SpecdecError, match="neither a trace nor a document"):
         Results.load(tmp_path / "other.json")
+
+
+def test_one_repeat_has_no_range(tmp_path: Path) -> None:
+    for high, latex, text in ((20.0, "$20.0$", "20.0"), (22.0, "$20.0$ [$20.0$, $22.0$]", "20.0 (20.0-22.0)")):
+        speed = {"median": 20.0, "min": 20.0, "max": high}
+        entry = {"advice": {}, "tokens_per_second": {"plain": speed}, "ratios": {}}
+        (tmp_path / "smoke.json").write_text(json.dumps({"suites": {"s": {"summary": {"total": entry}}}}))
+        made = Results.load(tmp_path / "smoke.json").to_latex(figures=["tokens_per_second"], digits=1)
+        assert f"plain & {latex} " in made
+        assert spread(speed, 1) == text
+
+
+@pytest.mark.parametrize("v", [-0.02, 0.02])
+def test_a_benchs_theory_says_where_costs_are_noise(v: float) -> None:
+    names = ("plain_ms", "verify_ms", "draft_ms", "c", "k", "predicted", "measured_to_predicted", "outside")
+    found = {**dict.fromkeys(names, 0.5), "v": v, "measured": {"value": 1.0}}
+    entry = {"tokens_per_second": {"value": 1.0}, "acceptance": {"tested": 0.5}, "theory": found}
+    made = theory({"scenarios": {"batch-1": {"contenders": {"draft": entry}}}}, "batch-1")
+    assert ("measured with noise" in made.title) is (v < 0)
 
 
 @pytest.mark.parametrize("name", ["bench_smoke_cpu", "bench_cpu", "bench_h100", "bench_batches"])

@@ -6,12 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from specdec.research.ablation.summary import COMPARED
-from specdec.research.bench.tables import Table, figure, interval
+from specdec.research.bench.tables import NOISY, Table, figure, interval
 from specdec.research.results_table import IN_WORDS, in_words, intervals_over, spelled
 from specdec.stats import PER_TESTED, RATES
 
 LOOP_HEADS = (IN_WORDS["loop_share"], f"{PER_TESTED} without loops")
-NOISY = "costs measured with noise: a pass of more tokens was faster than plain"
 WHOLE = "speed-up over plain decoding of the same prompts and seeds, prefill included"
 
 

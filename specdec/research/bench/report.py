@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from specdec.research.bench.tables import Table, figure, interval
+from specdec.research.bench.tables import NOISY, Table, figure, interval
 from specdec.stats import PER_TESTED
 
 LISTED = 5  # kernels of a part of a round
@@ -73,7 +73,8 @@ def theory(result: Mapping[str, Any], scenario: str) -> Table:
                     f"{t['outside']:.1%}",
                 ]
             )
-    return Table("speed-up by theory from passes alone and in a row", heads, rows)
+    noisy = any((entry.get("theory") or {}).get("v", 0) < 0 for _, entry in ran(result, scenario))
+    return Table("; ".join(["speed-up by theory from passes alone and in a row", *[NOISY] * noisy]), heads, rows)
 
 
 def whole(result: Mapping[str, Any], scenario: str) -> Table:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+NOISY = "costs measured with noise: a pass of more tokens was faster than plain"
+
 
 class Table(NamedTuple):
     """A table of texts; `title` is for a terminal."""
@@ -46,7 +48,9 @@ def interval(entry: Mapping[str, Any] | None, digits: int = 2) -> str:
 
 
 def spread(entry: Mapping[str, float], digits: int = 2) -> str:
-    """A median and its range."""
+    """A median and its range; of one repeat the value alone."""
+    if entry["min"] == entry["max"]:
+        return figure(entry["median"], digits)
     return f"{entry['median']:.{digits}f} ({entry['min']:.{digits}f}-{entry['max']:.{digits}f})"
 
 
