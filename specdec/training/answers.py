@@ -21,6 +21,7 @@ import torch
 from specdec.decoder import SpeculativeDecoder
 from specdec.decoding.prompts import encode_prompts
 from specdec.decoding.provenance import WeightHash
+from specdec.decoding.shard import Shard
 from specdec.errors import SpecdecError
 from specdec.files.forms import WHOLE, check
 from specdec.files.texts import duration, parse_json, parse_json_lines, read_text, write_file, writing
@@ -72,10 +73,11 @@ def held_out(count: int, data: TrainingData) -> set[int]:
 
 def parse_part(text: str) -> tuple[int, int]:
     """`i/n` as two numbers. Raises SpecdecError."""
-    part, _, parts = text.partition("/")
-    if not (part.isdigit() and parts.isdigit() and int(part) < int(parts)):
-        raise SpecdecError(f"expected a part such as 0/4, from 0/n to n-1/n, got {text!r}")
-    return int(part), int(parts)
+    try:
+        shard = Shard.parse(text)
+    except SpecdecError:
+        raise SpecdecError(f"expected a part such as 0/4, from 0/n to n-1/n, got {text!r}") from None
+    return shard.index, shard.count
 
 
 def write_answers(
@@ -85,7 +87,7 @@ def write_answers(
     part: tuple[int, int],
     advance: Callable[[str], None],
 ) -> Path:
-    """Write one shard of the answers, or what is missing of it, until `data.minutes` are over.
+    """Write one shard of the answers, or what is missing of it, until `data.minutes` are over: held-out prompts first.
 
     Raises SpecdecError for a file of other answers.
     """
@@ -93,7 +95,7 @@ def write_answers(
     data = config.data
     _begin(file, plan)
     done = _written(plan, config)
-    missing = [i for i in plan.shard(*part) if i not in done]
+    missing = sorted((i for i in plan.shard(*part) if i not in done), key=lambda i: not plan.held[i])
     tokens, started = 0, time.perf_counter()
     for first in range(0, len(missing), data.batch_size):
         seconds = time.perf_counter() - started
@@ -165,7 +167,7 @@ def read_answers(plan: Plan, config: TrainingConfig) -> tuple[list[Answer], list
     parts: tuple[list[Answer], list[Answer]] = ([], [])
     for i, row in sorted(found.items()):
         parts[plan.held[i]].append(_answer(row, config, start))
-    return _usable(parts)
+    return _usable(parts, f", or `minutes` ({config.data.minutes}) are too few" * (len(found) < len(plan.prompts)))
 
 
 def read_own_answers(config: TrainingConfig, vocab_size: int) -> tuple[list[Answer], list[Answer]]:
@@ -186,11 +188,11 @@ def _answer(row: dict[str, Any], config: TrainingConfig, start: int | None) -> A
     return Answer(ids, len(row["prompt"]) if start is None else start)
 
 
-def _usable(parts: tuple[list[Answer], list[Answer]]) -> tuple[list[Answer], list[Answer]]:
+def _usable(parts: tuple[list[Answer], list[Answer]], why: str = "") -> tuple[list[Answer], list[Answer]]:
     """Without texts in which nothing is left to predict. Raises SpecdecError if those were all."""
     train, held = ([a for a in part if len(a.ids) > max(a.start, 2)] for part in parts)
     if not train or not held:
-        raise SpecdecError("data: no answer is left: prompts fill sequence_length, or answers are empty")
+        raise SpecdecError(f"data: no answer is left: prompts fill sequence_length, or answers are empty{why}")
     return train, held
 
 

@@ -158,9 +158,24 @@ def test_answers_end_by_the_clock_and_go_on(tmp_path: Path, target: Path, decode
         assert (read_answers(plan, whole) is None) == (written < 6)
 
 
+def test_held_out_prompts_are_answered_first(tmp_path: Path, target: Path, decoder: SpeculativeDecoder) -> None:
+    """Figures need them, however little time there is; without any answer to train on, the message says why."""
+    texts = [f"def f{i}():" for i in range(9)]
+    data = settings(target, tmp_path)["data"] | {"texts": texts, "batch_size": 2, "held_out": 2, "minutes": 0}
+    config = small(tmp_path, target, data=data)
+    plan = Plan.make(config, decoder.target.model, decoder.tokenizer)
+    write_answers(plan, decoder, config, (0, 1), quiet)
+    with pytest.raises(SpecdecError, match=r"`minutes` \(0\) are too few"):
+        read_answers(plan, config)
+    write_answers(plan, decoder, config, (0, 1), quiet)
+    found = read_answers(plan, config)
+    assert found is not None
+    assert list(map(len, found)) == [2, 2]
+
+
 def test_a_part_is_i_of_n() -> None:
     assert parse_part("2/4") == (2, 4)
-    for text in ("4/4", "1", "a/b", "-1/2", ""):
+    for text in ("4/4", "1", "a/b", "-1/2", "", "²/³"):
         with pytest.raises(SpecdecError, match="a part such as 0/4"):
             parse_part(text)
 
