@@ -44,8 +44,10 @@ def serve(
     attn_implementation: Annotated[str | None, typer.Option(help="sdpa or eager in place of specdec's own.")] = None,
 ) -> None:
     """Serve completions and chats until SIGTERM or Ctrl-C. Generation options are defaults for requests."""
+    from specdec.config import check_number
     from specdec.research.demo import load_decoder
 
+    check_number("--grace", grace, 0, 86_400)
     serving = _serving()
     base = base_run(run.config, {**models.given(), **given(attn_implementation=attn_implementation)})
     made = with_options(base, generation.settings(), run.strategies, translate)

@@ -475,12 +475,23 @@ def test_a_server_that_has_time_lets_those_in_flight_end(worker: Any) -> None:
     [
         (("--option", "keep_state=true"), "keep_state is no option of a server"),
         (("--temperature", "-1"), "temperature"),
+        (("--grace", "inf"), "--grace"),
+        (("--grace", "nan"), "--grace"),
         (("--chat-template", "/nowhere/at/all"), "chat template"),
         (("--host", "192.0.2.1"), "192.0.2.1"),
     ],
 )
 def test_what_cannot_be_served_is_refused_in_a_line(options: tuple[str, ...], message: str) -> None:
     assert message in refused("serve", "--target", "demo-target", "--port", "0", "--strategies", "none", *options)
+
+
+def test_no_tokens_by_default_is_an_empty_text(decoder: SpeculativeDecoder) -> None:
+    worker = start_worker(serving, decoder, {"max_new_tokens": 0}, None, None)
+    got = post(worker, CHATS, model="tiny", messages=[{"role": "user", "content": "a"}])
+    assert (got["choices"][0]["message"]["content"], got["usage"]["completion_tokens"]) == ("", 0)
+    assert post(worker, COMPLETIONS, model="tiny", prompt=PROMPT, max_tokens=3)["usage"]["completion_tokens"] == 3
+    worker.drain(0)
+    worker.join(20)
 
 
 def test_a_context_that_the_target_lacks_is_refused(decoder: SpeculativeDecoder) -> None:

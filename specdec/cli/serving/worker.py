@@ -203,10 +203,10 @@ class Worker(threading.Thread):
             raise ApiError(f"a request is for up to {MOST_TEXTS} texts, got {len(prompts) * n}", param="n")
         job.prompt_tokens = sum(map(len, prompts))
         for i, prompt in enumerate(prompts):
-            needed = len(prompt) + (job.most_tokens or 1)
-            if needed > self.context:
+            more = 1 if job.most_tokens is None else job.most_tokens
+            if len(prompt) + more > self.context:
                 raise ApiError(
-                    f"the prompt has {len(prompt)} tokens and asks for {job.most_tokens or 1} more: together at most "
+                    f"the prompt has {len(prompt)} tokens and asks for {more} more: together at most "
                     f"{self.context} are served",
                     param="messages" if isinstance(job.request, Chat) else "prompt",
                     code="context_length_exceeded",
@@ -270,9 +270,9 @@ class Worker(threading.Thread):
 
     def _start(self, text: TextInFlight, batch: Batch) -> None:
         job = text.job
+        most = self.context if job.most_tokens is None else job.most_tokens
         row = batch.call.add(
-            text.prompt, job.seed, text.index, job.most_tokens or self.context, job.request.stops,
-            bool(job.request.ignore_eos),
+            text.prompt, job.seed, text.index, most, job.request.stops, bool(job.request.ignore_eos)
         )  # fmt: skip
         text.row, text.stream = row, TextStream(row.stops.stop_strings)
         self.metrics.started(text.timing)
