@@ -13,8 +13,10 @@ from typing import Any
 from specdec.config import UNSET, GenerationSettings, PairConfig, RunConfig, check_whole
 from specdec.decoding.acceptance import find_rule
 from specdec.drafters import find_strategy, make_drafters, parse_strategy
+from specdec.drafters.best_tree import TreeSize
 from specdec.drafters.chain import UPSTREAM_ORDER
 from specdec.drafters.draft_model.strategy import DEFAULTS
+from specdec.drafters.eagle3.auto_tree import MOST
 from specdec.drafters.tree_plan import parse_opt, parse_plan
 from specdec.errors import SpecdecError, unknown_name
 from specdec.files.engines import ENGINES, Engine
@@ -99,7 +101,7 @@ def _read(name: str, options: Mapping[str, Any]) -> Strategy:
     changed = {k for k, v in values.items() if k in named and v not in ({}, defaults[k])} - {"preset"}
     best = parse_opt(options.get("tree"))
     if best and name == "draft-model":  # as eagle3 has it
-        values.update(nodes=best, top_k=min(best, 10), depth=values["n_max"] - 1)
+        values.update(nodes=best, top_k=min(best, 10), depth=min(values["n_max"], best) - 1)
     elif best:
         values["nodes"] = best
     elif name in SAMPLE and not values.get("nodes"):  # options of trees have no effect
@@ -112,7 +114,7 @@ def _checked(name: str, options: Mapping[str, Any], known: Mapping[str, Any]) ->
     for option, value in options.items():
         if option not in known:
             raise unknown_name(f"option of strategy {name!r}", option, known)
-        if option in ("n_max", "nodes", "top_k", "depth"):
+        if option in ("n_max", "nodes", "top_k", "depth") and (option, value) != ("nodes", "auto"):
             check_whole(f"{name}: {option}", value, 0 if option in ("nodes", "depth") else 1)
     if not isinstance(options.get("head"), str):
         raise SpecdecError(f"{name}: no head was given; pass head=FOLDER, or a hub id")
@@ -184,6 +186,10 @@ def _vllm(one: Strategy, values: Values) -> dict[str, str]:
 
 def _sglang(one: Strategy, values: Values) -> dict[str, str]:
     """Turn a strategy's values into SGLang's; returns why options are lost."""
+    if values.get("nodes") == "auto":
+        values["nodes"] = min(MOST, TreeSize(values["top_k"], values["depth"]).candidates)
+        made = _sglang(one, values)
+        return {**made, "nodes": f"trees are of one size there: {values['verified'] - 1} nodes, the most, are written"}
     if values.get("nodes"):
         values["verified"] = values.pop("nodes") + 1  # with the newest token, which SGLang counts
         values["n_max"] = values.pop("depth") + 1  # levels

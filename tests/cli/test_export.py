@@ -28,7 +28,7 @@ GIVEN = {
         *("n_max=7", "p_min=0.4", "depth=9", "voters=3", "order_weight=2", "half_age=9", "gap_cost=null", "novelty=3"),
         *("min_match=2", "max_spec_factor=2", "min_token_prob=0.2", "remember=true"),
     ),
-    "eagle3": ("n_max=7", "nodes=20", "nodes=20:top_k=5", "nodes=20:depth=3", "tree=3x2"),
+    "eagle3": ("n_max=7", "nodes=20", "nodes=20:top_k=5", "nodes=20:depth=3", "nodes=auto", "tree=3x2"),
     "dflash": ("n_max=7", "mask_token_id=3"),
     "mtp": ("n_max=2",),
     "ngram-simple": ("size_n=3", "size_m=9", "min_hits=2"),
