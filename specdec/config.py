@@ -20,6 +20,7 @@ import torch
 import yaml
 
 from specdec.errors import SpecdecError, unknown_name
+from specdec.files.forms import MOST
 from specdec.files.own_code import search_folder
 from specdec.files.texts import read_yaml
 from specdec.models.passes import WIDEST
@@ -160,7 +161,7 @@ class GenerationSettings:
         if self.top_p == 0:
             raise SpecdecError("top_p must be in (0, 1], got 0: it would leave no token")
         for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
+            if not isinstance(getattr(self, name), str | None) or getattr(self, name) not in choices:
                 raise SpecdecError(f"{name} must be {' or '.join(map(repr, choices))}, got {getattr(self, name)!r}")
         check_exact(self.exact)
         self._check_seed()
@@ -183,7 +184,7 @@ class GenerationSettings:
             if value is None:
                 continue
             if name in ("no_repeat_ngram_size", "min_length", "min_new_tokens"):
-                check_whole(name, value, 0)
+                check_whole(name, value, 0, MOST // 2)  # a prompt's length is added to it
             elif name in ("typical_p", "epsilon_cutoff", "eta_cutoff", "top_h"):
                 check_number(name, value, 0.0, 1.0)
             elif name in ("renormalize_logits", "remove_invalid_values"):
@@ -412,7 +413,7 @@ def as_list(value: Any) -> list[Any]:
 
 def check_exact(value: Any) -> None:
     """Raise SpecdecError for a value that `exact` cannot have."""
-    if not (value is UNSET or value == "auto" or isinstance(value, bool)):
+    if not (value is UNSET or isinstance(value, bool) or (isinstance(value, str) and value == "auto")):
         raise SpecdecError(f"exact must be True, False or 'auto', got {value!r}")
 
 
@@ -422,11 +423,11 @@ def check_seed(value: Any, form: str) -> None:
         raise SpecdecError(f"seed must be {form}, got {value!r}")
 
 
-def check_whole(name: str, value: Any, least: int, most: int | None = None) -> None:
+def check_whole(name: str, value: Any, least: int, most: int = MOST) -> None:
     """Raise SpecdecError unless `value` is a whole number from `least` to `most`; a bool is none."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise SpecdecError(f"{name} must be a whole number >= {least}, got {value!r}")
-    if most is not None and value > most:
+    if value > most:
         raise SpecdecError(f"{name}={value} is above the limit of {most}")
 
 

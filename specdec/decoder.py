@@ -76,6 +76,8 @@ class SpeculativeDecoder:
         check_compile(compile)
         check_fuse(fuse)
         check_switch("check", check)
+        check_tokenizer(tokenizer, "tokenizer")
+        check_tokenizer(draft_tokenizer, "draft_tokenizer")
         self._lock = threading.RLock()  # two threads' calls wait for one another
         self.costs = as_costs(costs)
         self.default_chain = strategies is None
@@ -175,6 +177,8 @@ class SpeculativeDecoder:
         A KeyboardInterrupt ends the call early: finished tokens are returned, unfinished rows with reason
         `interrupted`. Raises SpecdecError for bad input before any work, and if every row fails.
         """
+        if progress is not None and not callable(progress):
+            raise SpecdecError(f"progress must be callable, got {progress!r}")
         with self.working():
             call = self._call(prompts, strategies, max_new_tokens=max_new_tokens, **options)
             with call:
@@ -319,6 +323,12 @@ def check_fuse(value: Any) -> None:
     if value is not None:
         check_switch("fuse", value)
         warnings.warn("fuse is deprecated: compile='auto' and 'max' fuse projections", DeprecationWarning, stacklevel=4)
+
+
+def check_tokenizer(value: Any, name: str) -> None:
+    """Raise SpecdecError unless `value` is None or decodes."""
+    if value is not None and not hasattr(value, "decode"):
+        raise SpecdecError(f"{name} must be a tokenizer, as AutoTokenizer loads them, got {type(value).__name__}")
 
 
 def check_draft(drafters: Sequence[Any], draft: Any) -> None:

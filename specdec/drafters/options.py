@@ -14,9 +14,10 @@ from functools import partial
 from typing import Any
 
 from specdec.config import check_number, check_switch, check_whole
+from specdec.files.forms import MOST
 
 
-def whole(default: int | None, least: int = 1, most: int | None = None) -> Any:
+def whole(default: int | None, least: int = 1, most: int = MOST) -> Any:
     """Declare a whole number."""
     return _checked(default, partial(check_whole, least=least, most=most))
 

@@ -25,7 +25,7 @@ def parse_plan(value: Any, strategy: str = "draft-model") -> Plan:
     """Parse `[3, 2, 1]`, `[2, [3, 1]]` or "3x2x1" as a plan. Raises SpecdecError for anything else."""
     if isinstance(value, str):
         parts = value.split("x")
-        value = [int(part) for part in parts] if all(part.isdigit() for part in parts) else None
+        value = [int(part) for part in parts] if all(part.isdecimal() for part in parts) else None
     elif isinstance(value, int) and not isinstance(value, bool):
         value = [value]
     if not isinstance(value, Sequence) or len(value) == 0:

@@ -330,6 +330,8 @@ def _presence_frequency(scores: Tensor, given: Given) -> Tensor:
 def _no_repeat_ngram(scores: Tensor, given: Given) -> Tensor:
     """Forbid ids that would repeat an n-gram, one of the known ids or one that ends at a fed token of the prefix."""
     n, vocab, width = given.fixed[0], scores.shape[-1], given.prefixes.fed.shape[1]
+    if n > given.prefixes.known.shape[1] + width:  # no text has so many ids
+        return scores
     newest = given.prefixes.tail(n - 1)  # [B, S, n - 1]
     found = []  # n-grams, [B, S or 1, G, n]
     if given.prefixes.known.shape[1] >= n:

@@ -164,6 +164,7 @@ def test_a_decoders_own_options_are_checked() -> None:
     model = tiny_model("llama")
     for options in (
         {"strategies": ["nothing"]}, {"exact": "yes"}, {"attn_implementation": "flash_attention_2"},
+        {"tokenizer": "str"}, {"draft_tokenizer": "str"},
     ):  # fmt: skip
         with pytest.raises(SpecdecError) as error, counting_passes(model) as passes:
             SpeculativeDecoder(model, **options)  # type: ignore[arg-type]

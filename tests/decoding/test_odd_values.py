@@ -65,7 +65,7 @@ EQUAL: list[dict[str, Any]] = [
     )),
     *(eos(**{field: v}) for field in ("min_new_tokens", "min_length") for v in (None, 0, 1, 4, 50)),
     {"min_new_tokens": 4}, {"min_length": 20},
-    *({"no_repeat_ngram_size": v} for v in (None, 0, 1, 2, 5, 50)),
+    *({"no_repeat_ngram_size": v} for v in (None, 0, 1, 2, 5, 50, 2**40)),
     *({"eos_token_id": v} for v in (
         None, [], EOS, [EOS], [EOS, EOS], (EOS, OTHER), np.int64(EOS), [np.int64(EOS)], np.array([EOS, OTHER]),
         torch.tensor(EOS), torch.tensor([EOS, OTHER]), torch.tensor([]), [torch.tensor(EOS)],
@@ -94,8 +94,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     )),
     ({"exponential_decay_length_penalty": (2, 1.5)}, "exponential_decay_length_penalty"),  # without an end
     *(({field: v}, field) for field in ("min_new_tokens", "min_length", "no_repeat_ngram_size") for v in (
-        -1, 2.0, "3", True, [3], torch.tensor(3), np.array([3, 4]),
+        -1, 10**30, 2**63 - 1, 2.0, "3", True, [3], torch.tensor(3), np.array([3, 4]),
     )),
+    *(({field: np.array([1, 2])}, field) for field in ("exact", "order", "draft_length")),
+    ({"progress": 3}, "progress must be callable"),
     *(({"eos_token_id": v}, "eos_token_id") for v in ("", {}, 1.5, True, -1, V, [EOS, V], [[EOS]])),
     ({"eos_token_id": torch.tensor([1.5])}, "eos_token_id"),
     *(({field: v}, field) for field in ("renormalize_logits", "remove_invalid_values") for v in (1, "", [])),

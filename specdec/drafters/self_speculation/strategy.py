@@ -181,7 +181,7 @@ def parse_layers(value: Any) -> tuple[int, ...]:
     """Parse layer numbers, from a list or from text such as "8-15+20". Raises SpecdecError for anything else."""
     if isinstance(value, str):
         parts = [part.split("-") for part in value.split("+")]
-        if not all(1 <= len(part) <= 2 and all(number.isdigit() for number in part) for part in parts):
+        if not all(1 <= len(part) <= 2 and all(number.isdecimal() for number in part) for part in parts):
             raise SpecdecError(f"early-exit: skip must list layers, such as [8, 9] or '8-15+20', got {value!r}")
         value = [n for part in parts for n in range(int(part[0]), int(part[-1]) + 1)]
     if isinstance(value, int):
