@@ -197,7 +197,9 @@ def first_numbers(self: KnownTexts, row: int, ids: Any, processors: Any, real: A
 
 # fault -> what is broken, and calls of which the last one shows it
 BROKEN: dict[str, tuple[type, str, Any, list[dict[str, Any]]]] = {
-    "emitted tokens are not written": (KnownTexts, "append", lambda self, tokens: None, [{"repetition_penalty": 1.6}]),
+    "emitted tokens are not written": (
+        KnownTexts, "grow", lambda self, positions, tokens: None, [{"repetition_penalty": 1.6}],
+    ),
     "drafted tokens are not written": (
         Known, "grown", lambda self, tokens, lengths: self, [{"no_repeat_ngram_size": 1}],
     ),
