@@ -25,8 +25,8 @@ def export_head(
     """Write an EAGLE head as other tools read it."""
     from specdec.drafters.eagle3 import export, load_head
 
+    loaded = load_head(folder)  # quick; a folder that is none leaves no empty `out`
     check_writable(out, "--out", folder=True)
-    loaded = load_head(folder)
     notes = [*loaded.notes, *export(loaded.head, out, layout, verifier, drafted)]
     if as_json:
         output.print_json({"read": loaded.layout, "written": layout, "folder": str(out), "notes": notes})
