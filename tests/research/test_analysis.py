@@ -70,7 +70,7 @@ def test_a_rule_that_accepts_too_much_does_not_fit_the_laws(decoder: specdec.Spe
 
         honest = replace(
             honest,
-            stands=lambda block: LEVIATHAN.accepts(block) | (uniform(block.streams(Purpose.RESIDUAL)) < 0.3),
+            accepts=lambda block: LEVIATHAN.accepts(block) | (uniform(block.streams(Purpose.RESIDUAL)) < 0.3),
         )
     [whole] = analyse(traced(decoder, acceptance=honest))
     assert whole.z is not None
