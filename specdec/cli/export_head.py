@@ -9,6 +9,7 @@ import typer
 
 from specdec.cli import output
 from specdec.cli.options import AsJson
+from specdec.errors import SpecdecError
 from specdec.files.texts import check_writable
 
 LAYOUT = "safeailab, specforge, angelslim or speculators; vLLM and SGLang read the second and the last."
@@ -25,8 +26,14 @@ def export_head(
     """Write an EAGLE head as other tools read it."""
     from specdec.drafters.eagle3 import export, load_head
 
-    loaded = load_head(folder)  # quick; a folder that is none leaves no empty `out`
+    new = not out.exists()
     check_writable(out, "--out", folder=True)
+    try:
+        loaded = load_head(folder)
+    except SpecdecError:
+        if new:  # a folder that is no head leaves no empty `out`
+            out.rmdir()
+        raise
     notes = [*loaded.notes, *export(loaded.head, out, layout, verifier, drafted)]
     if as_json:
         output.print_json({"read": loaded.layout, "written": layout, "folder": str(out), "notes": notes})
