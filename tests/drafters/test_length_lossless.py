@@ -45,7 +45,7 @@ class Ahead(DraftModel):
 
     can_pipeline = True
 
-    def pipeline(self, *arguments: Any) -> bool:
+    def pipeline(self, *arguments: Any, **options: Any) -> bool:
         return False
 
 

@@ -228,6 +228,7 @@ def test_the_documents_show_the_committed_results(write_results: Any) -> None:
         "figures.md",
         "losslessness.md",
         "models.md",
+        "parallel.md",
     }
     names |= {"automatic_length.md", "eagle.md", "ngram.md", "speed.md", "trees.md", "validation.md", "MODEL_CARD.md"}
     assert {path.name for path in documents} == {"README.md", *names}
