@@ -35,9 +35,12 @@ def shot(page: Any, file: Path, size: tuple[int, int], scheme: str, script: str 
 
 def main(folder: Path) -> None:
     """Write report.png, report_dark.png, report_500.png, token_page.png and token_page_dark.png."""
+    chromium = find_chromium()
+    if chromium is None:
+        sys.exit("no Chromium found: install one, or name it in SPECDEC_CHROMIUM")
     report = folder.resolve() / "report.html"
     decoder = SpeculativeDecoder.from_pretrained("demo-target", "demo-draft", strategies="prompt-lookup,draft-model")
-    with tempfile.TemporaryDirectory() as made, browser(str(find_chromium()), Path(made) / "profile") as page:
+    with tempfile.TemporaryDirectory() as made, browser(chromium, Path(made) / "profile") as page:
         trace = Path(made) / "trace.html"
         names = {"ids": ["demo/1", "demo/0"], "categories": ["code", "code"]}
         record(decoder, DEMO.prompts[1::-1], 64, temperature=0.7, seed=1, **names).to_html(trace)
