@@ -14,6 +14,7 @@ from specdec.errors import SpecdecError
 from specdec.files.texts import is_file, read_json
 from specdec.research.bootstrap import Interval
 from specdec.research.results_table import ResultTable, Tabular, named
+from specdec.stats import RATES
 
 OF_FILE = ("scenario", "contender")
 OF_SMOKE = ("suite", "category", "contender")
@@ -122,7 +123,7 @@ def _of_smoke(data: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             advice = entry["advice"]
             rate = advice.get("conditional_acceptance_rate", advice.get("acceptance"))
             for contender, speed in entry["tokens_per_second"].items():
-                names = ("tokens_per_round", "conditional_acceptance_rate", "acceptance_length")
+                names = ("tokens_per_round", *RATES.values(), "acceptance_length")
                 counted: dict[str, Any] = dict.fromkeys(names)
                 if contender == "speculative":
                     counted = {**{name: entry.get(name) for name in names}, "conditional_acceptance_rate": rate}

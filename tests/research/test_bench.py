@@ -13,6 +13,7 @@ from specdec.errors import SpecdecError
 from specdec.models.loading import load_tokenizer
 from specdec.research.bench import smoke as bench
 from specdec.research.bench.contenders import Own
+from specdec.stats import RATES
 from tests.helpers.scripts import load_script
 
 pytestmark = pytest.mark.full  # measurements take their time
@@ -95,6 +96,7 @@ def test_ratios_are_taken_within_a_repeat() -> None:
     assert total["tokens_per_second"]["plain"] == pytest.approx({"median": 10.0, "min": 5.0, "max": 10.0})
     assert total["tokens_per_round"] == pytest.approx(3.0)
     assert total["acceptance_length"] == pytest.approx(3.0)
+    assert [total[name] for name in RATES.values()] == pytest.approx([40 / 80, 40 / 50])
     assert total["advice"]["acceptance"] == pytest.approx(40 / 50)
     assert total["advice"]["draft_cost"] == pytest.approx(2.0 / 80 / 0.1)
 

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from specdec import Results, Stats
+from specdec import Results, SpeculativeDecoder, Stats
 from specdec.cli import app
+from specdec.cli.serve import start_worker
 from specdec.errors import SpecdecError
 from specdec.research import results_table
 from specdec.research.ablation import plots
@@ -28,6 +29,7 @@ from specdec.research.bench.tables import spread
 from specdec.research.bootstrap import least_p, swap_test
 from specdec.research.facets import facets
 from specdec.research.results_table import escape_latex
+from specdec.stats import RATES
 from tests.helpers.grid import PROMPTS
 from tests.research.test_plots import BEATEN, K1, K2, PLAIN, row
 
@@ -285,11 +287,29 @@ def test_over_one_run_every_verb_gives_the_same_value_for_the_same_name(tmp_path
         for name in ("runs", "trace")
     ]
     traced = ask("trace", "show", str(tmp_path / "trace"))
+    shown = ask("demo", *prompts, *chain, "--max-new-tokens", "12", "--repeats", "1")
+    (tmp_path / "set.jsonl").write_text("".join(json.dumps({"id": t, "prompt": t}) + "\n" for t in texts))
+    (tmp_path / "b.yaml").write_text(
+        json.dumps(
+            {
+                "models": pair, "data": {"dataset": "set.jsonl"},
+                "contenders": {"plain": {"kind": "specdec"}, "draft": {"kind": "specdec", "strategies": chain[1:]}},
+                "scenarios": {"one": {"prompts": len(texts), "max_new_tokens": 12, "repeats": 1}},
+            }
+        )
+    )  # fmt: skip
+    benched = ask("bench", str(tmp_path / "b.yaml"), "--out", str(tmp_path / "b.json"))["scenarios"]["one"][
+        "contenders"
+    ]
+    [of_bench] = [e for e in ask("results", str(tmp_path / "b.json")) if e["contender"] == "draft"]
     assert 0 < out["draft_acceptance_rate"] < out["conditional_acceptance_rate"] < 1
     for name in ("draft_acceptance_rate", "conditional_acceptance_rate", "tokens_per_round"):
         others = [ablated[name]["value"], compared[name]["value"], *(g[name] for g in grouped)]
         assert others == pytest.approx([out[name]] * len(others)), name
         assert out["strategies"]["draft-model"][name] == pytest.approx(out[name])
+        assert (shown["stats"][name], benched["draft"][name]) == pytest.approx((out[name], out[name])), name
+        assert of_bench[name] == benched["draft"][name]
+        assert shown["strategies"]["draft-model"][name] == pytest.approx(out[name])
     assert grouped[0]["draft_tokens"] == grouped[1]["draft_tokens"] == out["draft_tokens"]
     assert compared["conditional_acceptance_rate_per_position"] == pytest.approx(
         out["conditional_acceptance_rate_per_position"]
@@ -302,6 +322,28 @@ def test_over_one_run_every_verb_gives_the_same_value_for_the_same_name(tmp_path
     for name in ("speedup", "decode_speedup", "tokens_per_second"):
         assert compared[name]["value"] == merged[name]["value"] == again[name], name
     assert compared["speedup"]["value"] != compared["decode_speedup"]["value"]
+
+
+def test_a_server_gives_the_figures_of_generate_under_the_same_names() -> None:
+    pytest.importorskip("httpx", reason="the extra specdec[serve] is not installed")
+    serving = pytest.importorskip("specdec.cli.serving.app", reason="the extra specdec[serve] is not installed")
+    from tests.cli.test_serve import COMPLETIONS, post
+
+    strategies = ["draft-model:n_max=3"]
+    decoder = SpeculativeDecoder.from_pretrained("demo-target", "demo-draft", strategies, check=False)
+    texts = list(PROMPTS[:3])
+    out = decoder.generate(texts, max_new_tokens=12).stats.to_dict()
+    worker = start_worker(serving, decoder, {"temperature": 0.0}, 64, "tiny")
+    try:
+        served = post(worker, COMPLETIONS, model="tiny", prompt=texts, max_tokens=12)["usage"]["specdec"]
+    finally:
+        worker.drain(0)
+        worker.join(20)
+    shared = set(served) & set(out) - {"strategies"}
+    assert shared >= {"tokens_per_round", "acceptance_length", "tested_tokens", *RATES.values()}
+    assert {name: served[name] for name in shared} == pytest.approx({name: out[name] for name in shared})
+    ours = out["strategies"]["draft-model"]
+    assert served["strategies"] == {"draft-model": {name: ours[name] for name in ("draft_tokens", "accepted_tokens")}}
 
 
 def test_every_table_has_the_same_value_under_the_same_head(rows: list[Any]) -> None:

@@ -29,6 +29,7 @@ from specdec.research.demo import DEMO
 from specdec.research.models.choice import SMOLLM2, ModelChoice, locate
 from specdec.research.models.smollm2 import VARIABLE
 from specdec.research.prompts.datasets import Prompt, load_prompts
+from specdec.stats import RATES
 from specdec.theory import Costs
 
 METHODS = ("transformers", "plain", "speculative")
@@ -37,6 +38,7 @@ RATIOS = {
     "plain_to_transformers": ("plain", "transformers"),
     "speculative_to_transformers": ("speculative", "transformers"),
 }
+COUNTED = ("tokens_per_round", "acceptance_length", *RATES.values())
 LIMIT = 120.0  # seconds of a suite after which no repeat begins, except the first
 HELD_OUT_TOKENS = 64  # of a held-out excerpt; the rest is for the model to write
 Progress = Callable[[str], None]
@@ -173,8 +175,7 @@ def _summary(runs: Rows) -> dict[str, Any]:
         "tokens_per_second": {method: median(values) for method, values in speeds.items()},
         "ratios": {name: median(values) for name, values in ratios.items()},
         "equal_token_ids": {method: all(r["equal"] for r in mine) for method, mine in by.items()},
-        "tokens_per_round": counted["tokens_per_round"],
-        "acceptance_length": counted["acceptance_length"],
+        **{name: counted[name] for name in COUNTED},
         "ms_per_round": {"plain": figures.ms(plain), "speculative": figures.ms(drafted)},
         "advice": advice(plain, drafted),
     }
