@@ -242,6 +242,7 @@ class PairConfig:
     adapters, draft_adapters: folders of PEFT adapters by name; calls choose them (`adapter=`), none is active before.
     tp_plan: "auto" = spread the target over torchrun's processes (docs/parallel.md).
     attn_implementation: None = specdec's own, or sdpa / eager.
+    kv_cache_dtype: None or auto = keys and values in the model's dtype; fp8 (e4m3) or fp8_e5m2 = in 8 bits.
     """
 
     target: Any
@@ -253,6 +254,7 @@ class PairConfig:
     device_map: Any = None
     tp_plan: Any = None
     attn_implementation: str | None = None
+    kv_cache_dtype: str | None = None
     revision: str | None = None
     draft_revision: str | None = None
     quantization_config: Any = None

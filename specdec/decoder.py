@@ -30,7 +30,7 @@ from specdec.drafters import make_drafters, tree_makers
 from specdec.drafters.chain import Chain, upstream_order
 from specdec.drafters.costs import as_costs
 from specdec.errors import SpecdecError
-from specdec.models.kv_cache import KeptRows
+from specdec.models.kv_cache import KeptRows, kv_dtype
 from specdec.models.loading import LoadedPair, check_is_model, check_model_kind, check_modules
 from specdec.models.quantised import is_quantised, rounds_activations
 from specdec.models.runner import UNBOUNDED, Runner
@@ -47,6 +47,8 @@ class SpeculativeDecoder:
     strategies: names or configured drafters in priority order; None = `draft-model` with a draft, `prompt-lookup`
         without; [] = plain decoding
     attn_implementation: None = specdec's own, or "sdpa" / "eager"
+    kv_cache_dtype: None or "auto" = keys and values in the models' dtypes; "fp8" (e4m3) or "fp8_e5m2" = in 8 bits, for
+        another distribution (docs/models.md)
     exact: True, False or "auto" (docs/exactness.md)
     compile: how passes run (docs/speed.md); "auto" = as fast as each model allows: on a GPU "max", or "graph" for small
         models and those that cannot be compiled, and "off" elsewhere
@@ -66,6 +68,7 @@ class SpeculativeDecoder:
         strategies: Any = None,
         *,
         attn_implementation: str | None = None,
+        kv_cache_dtype: str | None = None,
         exact: Any = "auto",
         compile: str = "auto",
         fuse: bool | None = None,
@@ -88,8 +91,10 @@ class SpeculativeDecoder:
                 check_model_kind(model.config, role, in_hand=hasattr(model, "generate"))
         translate = any(getattr(d, "translate", False) for d in self.strategies)
         self.report = check_modules(target_model, draft_model, tokenizer, draft_tokenizer, translate)
-        self.target = Runner(target_model, attn_implementation, compile, fuse=fuse)
-        self.draft = Runner(draft_model, attn_implementation, compile, fuse=fuse) if draft_model is not None else None
+        self.report.kept_in = kv_dtype(kv_cache_dtype)
+        run = partial(Runner, compile=compile, fuse=fuse, kv_cache_dtype=kv_cache_dtype)
+        self.target = run(target_model, attn_implementation)
+        self.draft = run(draft_model, attn_implementation) if draft_model is not None else None
         if self.draft is not None:
             self.draft.exclude(self.report.differing)
         self.tokenizer, self.draft_tokenizer = tokenizer, draft_tokenizer or tokenizer
@@ -131,14 +136,13 @@ class SpeculativeDecoder:
         check_draft(drafters, draft)
         translate = any(getattr(d, "translate", False) for d in drafters)
         pair = LoadedPair.load(target, draft, translate=translate, **options)
-        attention = options.get("attn_implementation")
         decoder = cls(
             pair.target,
             pair.draft,
             pair.tokenizer,
             pair.draft_tokenizer,
             strategies,
-            attn_implementation=attention,
+            **{name: options[name] for name in ("attn_implementation", "kv_cache_dtype") if name in options},
             **own,
         )
         decoder.report = pair.report

@@ -55,6 +55,7 @@ class Models(Pair):
     draft_device: Annotated[str | None, Option(help="The draft's device.")] = None
     draft_dtype: Annotated[str | None, Option(help="The draft's dtype.")] = None
     device_map: Annotated[str | None, Option(help="auto = spread the target's layers over the GPUs.")] = None
+    kv_cache_dtype: Annotated[str | None, Option(help="fp8 or fp8_e5m2 = keys and values in 8 bits.")] = None
     tp_plan: Annotated[str | None, Option(help="auto = spread each layer over torchrun's processes.")] = None
     revision: Annotated[str | None, Option(help="The target's revision on the hub.")] = None
     draft_revision: Annotated[str | None, Option(help="The draft's revision on the hub.")] = None

@@ -362,6 +362,7 @@ class Call:
             "versions": versions(),
             "devices": {role: device_name(r.device) for role, r in decoder._runners().items()},
             "dtypes": {role: str(r.dtype) for role, r in decoder._runners().items()},
+            "kv_cache_dtype": decoder.target.kv_cache_dtype,
             "models": {role: model_name(r.model) for role, r in decoder._runners().items()},
             "weights": {role: h.get() for role, h in decoder._hashes.items()},
             "adapters": {role: adapters(r.view.model) for role, r in decoder._runners().items()},

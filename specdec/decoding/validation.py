@@ -24,6 +24,7 @@ from specdec.drafters.policies import LengthPolicy, draft_length, find_policy
 from specdec.errors import SpecdecError
 from specdec.files.texts import first_line
 from specdec.models.attention import check_attention
+from specdec.models.kv_cache import kv_dtype
 from specdec.models.loading import Source, check_dtype, parse_device, pick_device
 from specdec.sampling.sampling import build_sampling
 
@@ -111,6 +112,7 @@ def check_loading(models: PairConfig) -> None:
     if not isinstance(models.trust_remote_code, bool):
         raise SpecdecError(f"trust_remote_code must be true or false, got {models.trust_remote_code!r}")
     check_attention(models.attn_implementation)
+    kv_dtype(models.kv_cache_dtype)
     unused = [f"{k}={v!r}" for k, v in vars(models).items() if k.startswith("draft_") and v is not None]
     if models.draft is None and unused:
         raise SpecdecError(f"{unused[0]} has no effect on a pair without a draft")

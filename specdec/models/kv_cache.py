@@ -5,6 +5,9 @@ slot every token of the pass goes; slot index = position in the sequence, so a r
 the next write overwrites, and the mask hides the rest until then. Slot `L` is the *trash slot*: padding tokens are
 written there. It is never read, because reads stop at `kv_len <= L`.
 
+Keys and values may be kept in 8 bits (KV_DTYPES), rounded when they are written and widened when a layer reads them.
+The buffers then hold bytes, so that copies and trimming stay as they are.
+
 Invariants (tests/models/test_kv_cache.py):
 - the buffers start at zero, so that a masked slot can never hold a NaN that poisons a row through `0 * NaN`;
 - a pass over some rows changes no other row's slots;
@@ -31,6 +34,8 @@ from specdec.errors import SpecdecError
 from specdec.models.kinds import KEYLESS, attention_heads, layer_configs, layer_kinds
 from specdec.models.recurrent_state import RowStates
 
+# What keys and values can be kept in instead of the model's dtype, by the names of vLLM's --kv-cache-dtype.
+KV_DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 SHORT = 16  # tokens: looking for a shared prefix of less costs more than it saves
 
 
@@ -72,24 +77,32 @@ class RaggedLayer(CacheLayerMixin):
 
     is_compileable = True
 
-    def __init__(self, batch: int, capacity: int):
+    def __init__(self, batch: int, capacity: int, kept_in: torch.dtype | None = None):
         super().__init__()
         self.batch = batch
         self.capacity = capacity
+        self.kept_in = kept_in
         self.aim: Aim | None = None
         self.views: Views | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         def zeros(like: Tensor) -> Tensor:
             shape = (self.batch, like.shape[1], self.capacity + 1, like.shape[3])
-            return torch.zeros(shape, dtype=like.dtype, device=like.device)
+            return torch.zeros(shape, dtype=torch.uint8 if self.kept_in else like.dtype, device=like.device)
 
         self.keys, self.values = zeros(key_states), zeros(value_states)
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write `[B', H_kv, S, D]` at the aimed slots; return the rows' buffers up to `kv_len` (views, no copy)."""
+        """Write `[B', H_kv, S, D]` at the aimed slots; return the rows' buffers up to `kv_len` (views, no copy, unless
+        they are kept in 8 bits)."""
+        if self.kept_in is None:
+            return self._update(key_states, value_states)
+        keys, values = self._update(_rounded(key_states, self.kept_in), _rounded(value_states, self.kept_in))
+        return keys.view(self.kept_in).to(key_states.dtype), values.view(self.kept_in).to(value_states.dtype)
+
+    def _update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.aim is not None
@@ -138,6 +151,12 @@ class RaggedLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # the name before transformers 5.24
 
 
+def _rounded(states: Tensor, kept_in: torch.dtype) -> Tensor:
+    """Round to 8 bits, as bytes; what is too large becomes the largest number, as in serving engines."""
+    most = torch.finfo(kept_in).max
+    return states.clamp(-most, most).to(kept_in).view(torch.uint8)
+
+
 def _write(buffer: Tensor, states: Tensor, aim: Aim) -> None:
     """Set buffer[b, :, slots[b, s]] = states[b, :, s]; states [B', H, S, D].
 
@@ -155,11 +174,15 @@ class RaggedCache(Cache):
 
     It stores keys and values; its owner counts the rows' lengths (decoding/engine.py, drafters/draft_model/core.py).
     recurrent: it also has states of recurrent layers (models/recurrent_state.py)
+    kept_in: a dtype of KV_DTYPES; None = the model's
     """
 
-    def __init__(self, n_layers: int, batch: int, capacity: int, recurrent: bool = False):
-        super().__init__(layers=[RaggedLayer(batch, capacity) for _ in range(n_layers)])
+    def __init__(
+        self, n_layers: int, batch: int, capacity: int, recurrent: bool = False, kept_in: torch.dtype | None = None
+    ):
+        super().__init__(layers=[RaggedLayer(batch, capacity, kept_in) for _ in range(n_layers)])
         self.batch = batch
+        self.kept_in = kept_in
         self.capacity = capacity
         self.states = RowStates(batch) if recurrent else None
         self.aimed: Aim | None = None
@@ -186,7 +209,7 @@ class RaggedCache(Cache):
     def _layer(self, index: int) -> RaggedLayer:
         """Return a layer by its number. A model that runs its layers several times has more of them here."""
         while index >= len(self.layers):
-            self.layers.append(RaggedLayer(self.batch, self.capacity))
+            self.layers.append(RaggedLayer(self.batch, self.capacity, self.kept_in))
             self.layers[-1].aim = self.aimed
         layer: RaggedLayer = self.layers[index]
         return layer
@@ -395,11 +418,19 @@ class CachePool:
     one: the second finds the pool empty and allocates its own.
     """
 
-    def __init__(self, n_layers: int, step: int = 1, coarse: bool = False, recurrent: bool = False):
+    def __init__(
+        self,
+        n_layers: int,
+        step: int = 1,
+        coarse: bool = False,
+        recurrent: bool = False,
+        kept_in: torch.dtype | None = None,
+    ):
         self.n_layers = n_layers
         self.step = step
         self.coarse = coarse
         self.recurrent = recurrent
+        self.kept_in = kept_in
         self.idle: RaggedCache | None = None
 
     def room(self, capacity: int) -> int:
@@ -422,12 +453,21 @@ class CachePool:
 
     def make(self, batch: int, capacity: int) -> RaggedCache:
         """Make a cache that is nobody's but the caller's."""
-        return RaggedCache(self.n_layers, batch, capacity, self.recurrent)
+        return RaggedCache(self.n_layers, batch, capacity, self.recurrent, self.kept_in)
 
     def give_back(self, cache: RaggedCache) -> None:
         """Take a cache back, once, unless it is another pool's: the model's layers or dtype may have changed since."""
         if cache.pool is self:
             self.idle, cache.pool = cache, None
+
+
+def kv_dtype(name: str | None) -> torch.dtype | None:
+    """Return the dtype of KV_DTYPES by its name; None and "auto" = the model's. Raises SpecdecError."""
+    if name in (None, "auto"):
+        return None
+    if not isinstance(name, str) or name not in KV_DTYPES:
+        raise SpecdecError(f"kv_cache_dtype must be auto, {', '.join(KV_DTYPES)} or None, got {name!r}")
+    return KV_DTYPES[name]
 
 
 def kv_widths(config: Any) -> list[tuple[int, int]]:

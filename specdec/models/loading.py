@@ -36,6 +36,7 @@ from specdec.models.checkpoint import (
     said,
 )
 from specdec.models.kinds import OWN_STATES, is_recurrent, layer_kinds
+from specdec.models.kv_cache import kv_dtype
 from specdec.models.names import note_name
 from specdec.models.pair_report import ModelFacts, PairReport
 from specdec.models.quantised import check_activations
@@ -184,6 +185,7 @@ def _plan_pair(config: PairConfig, translate: bool) -> tuple[list[_Plan], list[A
     roles = ("target",) if config.draft is None else ("target", "draft")
     plans = [_Plan.make(config, role) for role in roles]
     report = PairReport.make([plan.facts for plan in plans])
+    report.kept_in = kv_dtype(config.kv_cache_dtype)
     tokenizers = [plan.tokenizer() for plan in plans]
     if config.draft is not None:
         report.compare(tokenizers[0], tokenizers[1], translate)

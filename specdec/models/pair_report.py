@@ -89,9 +89,9 @@ class ModelFacts:
         """True if the configuration says how long a text may be."""
         return self.context < UNBOUNDED
 
-    def kv_bytes(self, batch: int, tokens: int) -> int:
+    def kv_bytes(self, batch: int, tokens: int, kept_in: torch.dtype | None = None) -> int:
         """Count the bytes of the K/V cache for `batch` rows of `tokens` tokens, at most the context."""
-        return kv_cache_bytes(self.config, getattr(torch, self.dtype), batch, min(tokens, self.context))
+        return kv_cache_bytes(self.config, kept_in or getattr(torch, self.dtype), batch, min(tokens, self.context))
 
 
 @dataclass
@@ -102,12 +102,14 @@ class PairReport:
     vocabulary: identical | compatible | translated | unchecked | None (no draft)
     differing: ids of a compatible pair whose texts differ; the draft never proposes them
     size_ratio: the draft's parameters over the target's; None without a draft
+    kept_in: the dtype of keys and values, if it is not the models'
     """
 
     models: list[ModelFacts]
     vocabulary: str | None = None
     differing: tuple[int, ...] = ()
     size_ratio: float | None = None
+    kept_in: torch.dtype | None = None
     warnings: list[str] = field(default_factory=list)
 
     @staticmethod
@@ -173,7 +175,9 @@ class PairReport:
         item = getattr(torch, target.dtype).itemsize
         parts = {
             "weights": sum(m.weight_bytes for m in self.models),
-            "kv_cache": sum(m.kv_bytes(batch, n) for m, n in zip(self.models, self._cached(tokens), strict=True)),
+            "kv_cache": sum(
+                m.kv_bytes(batch, n, self.kept_in) for m, n in zip(self.models, self._cached(tokens), strict=True)
+            ),
             "logits": batch * width * target.vocab_size * (item + 8),
         }
         return {**parts, "total": sum(parts.values())}

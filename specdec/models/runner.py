@@ -36,7 +36,7 @@ from specdec.models.attention import Mask, MaskBuilder, check_attention, fastest
 from specdec.models.compile_layers import CompiledFunction, CompiledLayers, Forward, compiled_before, compiled_forward
 from specdec.models.fuse_projections import Fusion
 from specdec.models.kinds import layer_configs
-from specdec.models.kv_cache import CachePool, RaggedCache, compiled_slots, rounded_up
+from specdec.models.kv_cache import CachePool, RaggedCache, compiled_slots, kv_dtype, rounded_up
 from specdec.models.layer_subset import PassThrough, layers_of, leave_out
 from specdec.models.local_attention import LocalAttention
 from specdec.models.passes import ALL_LAYERS, WIDEST, PassInputs, PassKey, PassResult
@@ -155,6 +155,7 @@ class Runner:
     fuse: compute projections of one input as one product (models/fuse_projections.py); None = under "max"
     skip: layers that are left out (models/layer_subset.py)
     adapter: a function of what the last of these hands on
+    kv_cache_dtype: what keys and values are kept in (models/kv_cache.py); None = the model's dtype
     """
 
     model: Any
@@ -164,6 +165,7 @@ class Runner:
     fuse: bool | None = None
     skip: tuple[int, ...] = ()
     adapter: Any = None
+    kv_cache_dtype: str | None = None
     pool: CachePool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -203,7 +205,7 @@ class Runner:
         self._make_graphs()
         step = KV_STEP if self.device.type == "cuda" or self.graphs is not None else 1
         coarse, recurrent = self.compiled is not None, self.recurrence is not None
-        self.pool = CachePool(n_layers, step, coarse, recurrent)
+        self.pool = CachePool(n_layers, step, coarse, recurrent, kv_dtype(self.kv_cache_dtype))
         taking = (self.view.model, base_of(self.view.model))
         accepted = {name for model in taking for name in inspect.signature(model.forward).parameters}
         # transformers 5.24 renamed the argument; the old name still works there but warns.

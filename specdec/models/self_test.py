@@ -137,7 +137,8 @@ class _SelfTest:
     def _passes(self, tree: bool, far: bool) -> list[tuple[int, int, Tensor]]:
         """Run the passes; returns (row, position, logits [n, V] from there on) of each."""
         runner, n, start = self.runner, self.length, self.start
-        cache = runner.pool.make(2, n + len(TREE))
+        # In the model's own dtype also where calls keep keys and values in 8 bits: rounding would hide faults.
+        cache = RaggedCache(runner.pool.n_layers, 2, n + len(TREE), runner.pool.recurrent)
         long = runner.rope is not None and n > runner.rope.switch
         for row in (0, 1):
             cache.set_long(row, long)

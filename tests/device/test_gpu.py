@@ -269,6 +269,16 @@ def test_graphs_survive_what_other_graphs_of_the_process_do_to_cublas() -> None:
         assert all(bool(t.isnan().all()) for t in taken)
 
 
+@pytest.mark.parametrize("strategies", [[], ["draft-model:n_max=3"], ["draft-model:tree=2x2"], ["prompt-lookup"]])
+def test_recorded_passes_over_keys_of_8_bits_give_the_eager_text(strategies: list[str]) -> None:
+    model = tiny_model("llama", hidden_size=64).to("cuda", torch.bfloat16)
+    draft = coarsen(model, 0.3)
+    made = [specdec.SpeculativeDecoder(model, draft, compile=m, kv_cache_dtype="fp8") for m in ("off", "graph")]
+    eager, recorded = (dec.generate([[1, 2, 3], [4, 5]], 32, strategies=strategies) for dec in made)
+    assert recorded.token_ids == eager.token_ids
+    assert "failure" not in recorded.provenance["compile"]["target"]
+
+
 def test_fused_projections_are_exact() -> None:
     model = tiny_model("llama", hidden_size=64).to("cuda", torch.bfloat16)
     with pytest.warns(DeprecationWarning, match="fuse"):

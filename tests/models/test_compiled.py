@@ -77,6 +77,14 @@ def test_fused_layers_share_one_compilation() -> None:
     assert counter.frame_count == 4
 
 
+def test_compiled_layers_read_keys_of_8_bits() -> None:
+    model, counter = tiny_model("llama"), CompileCounterWithBackend("aot_eager")
+    ours = passes(compiled(copy.deepcopy(model), counter, kv_cache_dtype="fp8"))
+    for one, other in zip(ours, passes(Runner(model, kv_cache_dtype="fp8")), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+    assert counter.frame_count == 4
+
+
 def test_fused_products_follow_weights_that_were_replaced() -> None:
     """A compiled pass knows the product and not the weights; without renewing it would go on with the old ones."""
     model = tiny_model("llama")
