@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, overload
 
 from specdec.decoding import show
@@ -154,8 +154,3 @@ class Generation:
         """Return plain data for JSON."""
         plain = {f: getattr(self, f) for f in self.__dataclass_fields__ if f != "stats"}
         return {**plain, "stats": self.stats.to_dict()}
-
-
-def round_to_dict(entry: Round) -> dict[str, Any]:
-    """Return a round as plain data."""
-    return asdict(entry)

@@ -107,21 +107,6 @@ def parse_opt(value: Any) -> int:
 # -- the best shape ----------------------------------------------------------------------------------------------------
 
 
-def expected_accepted(parents: Sequence[int], acceptance: np.ndarray) -> float:
-    """Return the expected accepted tokens of a tree: the sum over its nodes of the chance that they are accepted.
-
-    acceptance [D, C]: the chance that the child of rank j is the accepted one, at a node of depth d that was reached
-    """
-    chances, children = [1.0], [0] * (len(parents) + 1)
-    depths = [0, *depths_of(parents)]
-    for parent in parents:
-        depth, rank = depths[parent + 1], children[parent + 1]
-        inside = depth < acceptance.shape[0] and rank < acceptance.shape[1]
-        chances.append(chances[parent + 1] * float(acceptance[depth, rank]) if inside else 0.0)
-        children[parent + 1] += 1
-    return sum(chances) - 1.0
-
-
 def likeliest_paths(right: Sequence[float], nodes: int, depth: int) -> list[tuple[int, ...]]:
     """Return the `nodes` likeliest places of a tree whose k-th child is right with probability right[k], anywhere.
 
@@ -141,10 +126,10 @@ def likeliest_paths(right: Sequence[float], nodes: int, depth: int) -> list[tupl
 
 
 def best_plan(acceptance: np.ndarray, nodes: int) -> Parents:
-    """Return the tree of at most `nodes` nodes with the largest `expected_accepted`, numbered level by level.
+    """Return the tree of at most `nodes` nodes with the most expected accepted tokens, numbered level by level.
 
-    Sequoia's dynamic programme (Chen et al. 2024), with acceptance by depth as well as by rank. acceptance [D, C]: as
-    in `expected_accepted`, >= 0. O(D C nodes^2).
+    Sequoia's dynamic programme (Chen et al. 2024), with acceptance by depth as well as by rank. O(D C nodes^2).
+    acceptance [D, C]: the chance that the child of rank j is the accepted one, at a node of depth d that was reached
     """
     depth, ranks = acceptance.shape
     below = np.zeros(nodes + 1)  # the best value of n nodes under a node of the level after

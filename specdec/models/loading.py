@@ -42,7 +42,6 @@ from specdec.models.pair_report import ModelFacts, PairReport
 from specdec.models.quantised import check_activations
 from specdec.models.recurrent_state import Recurrence
 from specdec.models.rope import rope_settings, rope_type, switch_position
-from specdec.models.runner import context_length
 from specdec.models.tensor_parallel import loading_options, own_device
 
 EMBEDDED = {"demo-target": target_path, "demo-draft": draft_path}
@@ -466,9 +465,3 @@ def check_modules(target: Any, draft: Any, tokenizer: Any, draft_tokenizer: Any,
     if draft is not None:
         report.compare(tokenizer, draft_tokenizer, translate)
     return report
-
-
-__all__ = [
-    "LoadedPair", "Source", "check_is_model", "check_model_kind", "check_modules", "context_length", "inspect_pair",
-    "load_pair", "load_tokenizer",
-]  # fmt: skip

@@ -136,7 +136,9 @@ class Tree(Buffers):
     @staticmethod
     def of_rows(rows: Sequence[Sequence[int]], width: int, device: torch.device) -> Tree:
         """Build the tables from parents as lists, padded to `width` columns."""
-        table = parent_table(rows, width)
+        table = np.full((len(rows), width), -1, dtype=np.int64)
+        for b, parents in enumerate(rows):
+            table[b, : len(parents)] = parents[:width]
         levels = max((max(depths_of(row), default=0) for row in rows), default=0)
         siblings = max(map(most_children, rows), default=0)
         return Tree.of(torch.from_numpy(table).to(device), levels, max(1, siblings))
@@ -156,15 +158,6 @@ def merged_chains(chains: Tensor) -> tuple[Tensor, Tensor]:
     level = torch.arange(levels, device=chains.device)[:, None]
     parents = torch.cat([torch.full_like(first[:, :1], -1), first[:, :-1] + level[:-1] * width], dim=1)
     return tokens.flatten(1), parents.flatten(1)
-
-
-def parent_table(rows: Sequence[Sequence[int]], width: int) -> np.ndarray:
-    """Pack parents as int64 [B, width], -1 in padding."""
-    table = np.full((len(rows), width), -1, dtype=np.int64)
-    for b, parents in enumerate(rows):
-        n = min(len(parents), width)
-        table[b, :n] = parents[:n]
-    return table
 
 
 @dataclass(frozen=True)
@@ -208,15 +201,11 @@ class TreePass(Buffers):
         return self.depths.shape[1]
 
     @staticmethod
-    def of(tree: Tree, starts: Tensor, counts: Tensor, columns: Tensor | None = None) -> TreePass:
-        """Describe the pass that feeds `columns` [B, S] of each row's tree (None: the first), `counts` [B] real."""
-        width = tree.lineage.shape[1]
-        if columns is None:
-            columns, sees = torch.arange(width, device=starts.device).expand(len(starts), -1), tree.lineage
-        else:
-            sees = tree.lineage.gather(1, columns[..., None].expand(-1, -1, width))
-        real = torch.arange(columns.shape[1], device=starts.device) < counts[:, None]
-        return TreePass(starts, columns, tree.depths, sees & real[..., None])
+    def of(tree: Tree, starts: Tensor, counts: Tensor) -> TreePass:
+        """Describe the pass that feeds the first S columns of each row's tree, `counts` [B] of them real."""
+        columns = torch.arange(tree.lineage.shape[1], device=starts.device)
+        real = columns < counts[:, None]
+        return TreePass(starts, columns.expand(len(starts), -1), tree.depths, tree.lineage & real[..., None])
 
     def look(self, positions: Tensor, kv_len: int, groups: int) -> tuple[Tensor, Tensor]:
         """Return (age, seen), each [B, G * S, kv_len], of queries at positions [B, S].

@@ -18,18 +18,6 @@ from specdec.sampling.sampling import (
 )
 
 __all__ = [
-    "OWN_FIELDS",
-    "TEXT_FIELDS",
-    "WARPER_FIELDS",
-    "Purpose",
-    "Sampling",
-    "best",
-    "build_sampling",
-    "exponential",
-    "fold",
-    "fold_int",
-    "race",
-    "row_key",
-    "streams",
-    "uniform",
-]
+    "OWN_FIELDS", "TEXT_FIELDS", "WARPER_FIELDS", "Purpose", "Sampling", "best", "build_sampling", "exponential",
+    "fold", "fold_int", "race", "row_key", "streams", "uniform",
+]  # fmt: skip

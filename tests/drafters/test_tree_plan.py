@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from specdec import Draft, DraftModel, DraftRequest, SpecdecError, SpeculativeDecoder
-from specdec.drafters.tree_plan import best_plan, expected_accepted, parse_plan, plan_levels, plan_of, plan_parents
+from specdec.drafters.tree_plan import best_plan, parse_plan, plan_levels, plan_of, plan_parents
 from specdec.models.trees import depths_of
 from tests.helpers.playing import check_counts, weaker
 from tests.helpers.tiny import tiny_model
@@ -39,6 +39,18 @@ def value(shape: Shape, acceptance: np.ndarray, depth: int = 0) -> float:
         for rank, below in enumerate(shape)
         if rank < acceptance.shape[1]
     )
+
+
+def expected_accepted(parents: Sequence[int], acceptance: np.ndarray) -> float:
+    """Sum the chance that a node is accepted over a tree's nodes. acceptance: as in `best_plan`."""
+    chances, children = [1.0], [0] * (len(parents) + 1)
+    depths = [0, *depths_of(parents)]
+    for parent in parents:
+        depth, rank = depths[parent + 1], children[parent + 1]
+        inside = depth < acceptance.shape[0] and rank < acceptance.shape[1]
+        chances.append(chances[parent + 1] * float(acceptance[depth, rank]) if inside else 0.0)
+        children[parent + 1] += 1
+    return sum(chances) - 1.0
 
 
 def test_no_tree_is_better_than_the_best_plan() -> None:
