@@ -182,7 +182,7 @@ class Branches:
             parents, wanted, missing = self.reader.read(grown.parents, grown.nodes, grown.missing.long())
             for b, row in enumerate(wanted):
                 paths[b] = [path_to(parents[b], n) for n, gone in zip(row, missing[b], strict=True) if not gone]
-        return self.texts.read_tree(grown.tokens, paths, grown.nodes.shape[1], grown.on_path)
+        return self.texts.read_tree(grown.tokens, paths, grown.on_path)
 
 
 def add_best(shape: Branching, grown: Growing, wide: Tensor, left: Tensor) -> tuple[Growing, Tensor, Tensor]:

@@ -195,4 +195,4 @@ class Planned:
         drafted = torch.cat([given.rows.tokens[:, :0], *tokens], dim=1)
         on_path = given.on_path[nodes + 1, : drafted.shape[1]].expand(len(drafted), -1, -1)
         paths = dict.fromkeys(range(len(drafted)), self.shape.paths(level)) if self.texts.texts.on_host else {}
-        return self.texts.read_tree(drafted, paths, len(nodes), on_path)
+        return self.texts.read_tree(drafted, paths, on_path)

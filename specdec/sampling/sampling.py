@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
 from typing import Any
@@ -222,56 +222,50 @@ _NEUTRAL: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": None, "typical_p"
 
 
 def build_sampling(
-    model: Any,
-    fields: dict[str, Any],
-    temperature: float,
-    eos: Sequence[int],
-    user_processors: Sequence[Any],
-    allowed: Any,
-    device: torch.device,
-    returned: int = 1,
-) -> Sampling:
+    model: Any, fields: dict[str, Any], temperature: float, eos: Sequence[int], given: Sequence[Any], allowed: Any,
+    device: torch.device, returned: int = 1,
+) -> Sampling:  # fmt: skip
     """Build a call's `Sampling` from options that config.py has checked.
 
     model: in whose name transformers makes the processors
     fields: options by their names in GenerationConfig, and those of `OWN_FIELDS`
     temperature: 0 = greedy
     eos: ids that end the text
-    user_processors: the caller's own
+    given: the caller's own processors
     allowed: transformers' prefix_allowed_tokens_fn
     returned: rows per prompt
     Raises SpecdecError for exponential_decay_length_penalty without eos.
     """
-    factory = _ProcessorFactory(model, fields, eos, user_processors, allowed, device, returned)
+    factory = _ProcessorFactory(model, fields, eos, given, allowed, device, returned)
     return Sampling(temperature, factory.warpers(), factory.of_row if factory.reads_text else None)
 
 
+@dataclass
 class _ProcessorFactory:
-    """Makes a call's warpers, and the text-reading processors of its rows."""
+    """Makes a call's warpers, and the text-reading processors of its rows, from what `build_sampling` is given.
 
-    def __init__(
-        self,
-        model: Any,
-        fields: dict[str, Any],
-        eos: Sequence[int],
-        given: Sequence[Any],
-        allowed: Any,
-        device: torch.device,
-        returned: int,
-    ):
-        self.model, self.eos, self.given, self.allowed = model, eos, given, allowed
-        self.device, self.returned = device, returned
-        self.fields = {name: value for name, value in fields.items() if value is not None and name not in OWN_FIELDS}
-        if "exponential_decay_length_penalty" in self.fields and not eos:
+    made: processors for all rows, by (prompt length, max_new)
+    warned: types of processors that were warned about
+    """
+
+    model: Any
+    fields: dict[str, Any]
+    eos: Sequence[int]
+    given: Sequence[Any]
+    allowed: Any
+    device: torch.device
+    returned: int
+    made: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
+    warned: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.presence, self.frequency = (self.fields.get(name) or 0.0 for name in OWN_FIELDS)
+        unset = [name for name, value in self.fields.items() if value is None or (name, value) == ("min_p", 0.0)]
+        self.fields = {name: v for name, v in self.fields.items() if name not in (*unset, *OWN_FIELDS)}
+        if "exponential_decay_length_penalty" in self.fields and not self.eos:
             raise SpecdecError("exponential_decay_length_penalty needs a token that ends texts: give eos_token_id")
-        if self.fields.get("min_p") == 0.0:
-            del self.fields["min_p"]
-        self.presence, self.frequency = (fields.get(name) or 0.0 for name in OWN_FIELDS)
-        self.reads_text = bool(
-            any(name in self.fields for name in TEXT_FIELDS) or self.presence or self.frequency or given or allowed
-        )
-        self.made: dict[tuple[int, int], list[Any]] = {}  # by (prompt length, max_new), for all rows
-        self.warned: set[str] = set()
+        own = self.presence or self.frequency or self.given or self.allowed
+        self.reads_text = bool(own or any(name in self.fields for name in TEXT_FIELDS))
 
     def warpers(self) -> tuple[Any, ...]:
         """Make the warpers but for the temperature, which `Sampling` applies."""

@@ -64,23 +64,18 @@ class Drafted:
         history = self.texts.history(self.known.ids, lengths, fed, [1] * len(fed))
         return self.texts.texts(self.known, prefixes, history)
 
-    def read_tree(
-        self, nodes: Tensor, paths: Mapping[int, Sequence[Sequence[int]]], columns: int, on_path: Tensor | None = None
-    ) -> Texts:
+    def read_tree(self, nodes: Tensor, paths: Mapping[int, Sequence[Sequence[int]]], on_path: Tensor) -> Texts:
         """Return what the stages read at some nodes of a tree.
 
         nodes [B, n]: ids of the tree so far
-        paths: row -> the nodes on the way to each of these nodes, itself included
-        columns: how many of them a row has at most, S
-        on_path [B, S, n]: the same as `paths`, which then are looked at only where processors are called on the host
+        paths: row -> the nodes on the way to each of these nodes, itself included; looked at only where processors are
+            called on the host
+        on_path [B, S, n]: the same on the device
         """
         fed, history = nodes.clamp(min=0), None
-        if on_path is None or self.texts.on_host:
-            counts = [len(paths.get(b, ())) for b in range(len(nodes))]
+        if self.texts.on_host:
             listed = [paths.get(b, ()) for b in range(len(nodes))]
-            history = self.texts.history(self.known.ids, self.rows, fed, counts, listed)
-        on_path = history.on_path(columns) if on_path is None and history is not None else on_path
-        assert on_path is not None
+            history = self.texts.history(self.known.ids, self.rows, fed, list(map(len, listed)), listed)
         return self.texts.texts(self.known, Prefixes(self.known.ids, self.lengths, fed, on_path), history)
 
     def after(self, token: Tensor) -> Drafted:
