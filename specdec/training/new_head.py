@@ -11,6 +11,7 @@ from torch import Tensor
 
 from specdec.config import unknown_name
 from specdec.drafters.eagle3 import EagleHead, HeadConfig, load_head
+from specdec.drafters.eagle3.config import ROPE
 from specdec.drafters.eagle3.formats import check_fit
 from specdec.errors import SpecdecError
 from specdec.training.config import HeadStart
@@ -53,26 +54,19 @@ def head_config(target: Any, draft_vocab_size: int, options: Mapping[str, Any]) 
     for name in options:
         if name not in known:
             raise unknown_name("field of an eagle3 head", name, known)
-    heads = text.num_attention_heads
     rope = getattr(text, "rope_parameters", None) or {}
     made: dict[str, Any] = {
         "version": 3,
-        "hidden_size": text.hidden_size,
-        "intermediate_size": text.intermediate_size,
-        "num_attention_heads": heads,
-        "num_key_value_heads": getattr(text, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(text, "head_dim", None) or text.hidden_size // heads,
-        "vocab_size": text.vocab_size,
+        "num_hidden_layers": 1,
+        "num_key_value_heads": getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
+        "hidden_act": HeadConfig.hidden_act,
         "draft_vocab_size": draft_vocab_size,
-        "target_hidden_size": text.hidden_size,
-        "rms_norm_eps": getattr(text, "rms_norm_eps", 1e-6),
-        "max_position_embeddings": text.max_position_embeddings,
-        "rope": {"rope_type": "default", "rope_theta": float(rope.get("rope_theta", 10000.0))},
-        "own_embedding": False,
+        "rope": {**ROPE, "rope_theta": float(rope.get("rope_theta", ROPE["rope_theta"]))},
+        "own_lm_head": True,
     }
     ids = options.get("layer_ids")
     changes = {**options, **({"layer_ids": tuple(ids), "observed": len(ids)} if ids else {})}
-    config = HeadConfig(**made | changes)
+    config = HeadConfig.of(text, **made | changes)
     if config.version != 3:
         raise SpecdecError("head: new heads are EAGLE-3 heads; leave out `version`")
     return config
