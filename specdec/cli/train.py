@@ -76,14 +76,14 @@ def _search(file: Path, options: dict[str, Any], as_json: bool) -> None:
 
 
 def _train(kind: str, file: Path, options: dict[str, Any], part: str | None, as_json: bool) -> None:
-    from specdec.training.answers import parse_part  # training is loaded only where it is asked for
+    from specdec.decoding.shard import Shard  # training is loaded only where it is asked for
     from specdec.training.checkpoint import CHECKPOINT
     from specdec.training.config import load_training
     from specdec.training.run import RESULT, run_training
 
     config = load_training(file, kind, **{name: value for name, value in options.items() if value is not None})
     check_writable(config.folder, "the run's folder", folder=True)
-    parsed = None if part is None else parse_part(part)
+    parsed = None if part is None else Shard.parse(part, "part")
 
     def kept() -> str:
         trained = (config.folder / CHECKPOINT).is_file()

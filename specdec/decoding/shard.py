@@ -19,14 +19,15 @@ class Shard:
     count: int = 1
 
     @staticmethod
-    def parse(text: str | None) -> Shard:
-        """Read "0/4", the first of four; None = all of it. Raises SpecdecError for another form."""
+    def parse(text: str | None, option: str = "shard") -> Shard:
+        """Read "0/4", the first of four; None = all of it. Raises SpecdecError, which names the option, for others."""
         if text is None:
             return Shard()
         numbers = re.fullmatch(r"(\d{1,9})/(\d{1,9})", str(text))
         shard = Shard(*map(int, numbers.groups())) if numbers else None
         if shard is None or shard.index >= shard.count:
-            raise SpecdecError(f"shard: expected index/count with index from 0 to count - 1, such as 0/4, got {text!r}")
+            wanted = "index/count with index from 0 to count - 1, such as 0/4"
+            raise SpecdecError(f"{option}: expected {wanted}, got {text!r}")
         return shard
 
     def has(self, index: int) -> bool:

@@ -60,9 +60,6 @@ class Plan:
         said = {"target": WeightHash(target).get(), "prompts": [row for row, _ in rows], "settings": settings}
         return Plan([row for row, _ in rows], [h for _, h in rows], content_hash(said))
 
-    def shard(self, part: int, parts: int) -> range:
-        return range(part, len(self.prompts), parts)
-
 
 def held_out(count: int, data: TrainingData) -> set[int]:
     """Which of so many prompts are kept from training. Raises SpecdecError where none would be left."""
@@ -71,31 +68,23 @@ def held_out(count: int, data: TrainingData) -> set[int]:
     return set(random.Random(f"{data.seed}/held-out").sample(range(count), data.held_out))
 
 
-def parse_part(text: str) -> tuple[int, int]:
-    """`i/n` as two numbers. Raises SpecdecError."""
-    try:
-        shard = Shard.parse(text)
-    except SpecdecError:
-        raise SpecdecError(f"expected a part such as 0/4, from 0/n to n-1/n, got {text!r}") from None
-    return shard.index, shard.count
-
-
 def write_answers(
     plan: Plan,
     decoder: SpeculativeDecoder,
     config: TrainingConfig,
-    part: tuple[int, int],
+    part: Shard,
     advance: Callable[[str], None],
 ) -> Path:
     """Write one shard of the answers, or what is missing of it, until `data.minutes` are over: held-out prompts first.
 
     Raises SpecdecError for a file of other answers.
     """
-    file = config.folder / f"answers-{part[0]}-of-{part[1]}.jsonl"
+    file = config.folder / f"answers-{part.index}-of-{part.count}.jsonl"
     data = config.data
     _begin(file, plan)
     done = _written(plan, config)
-    missing = sorted((i for i in plan.shard(*part) if i not in done), key=lambda i: not plan.held[i])
+    mine = (i for i in range(len(plan.prompts)) if part.has(i) and i not in done)
+    missing = sorted(mine, key=lambda i: not plan.held[i])
     tokens, started = 0, time.perf_counter()
     for first in range(0, len(missing), data.batch_size):
         seconds = time.perf_counter() - started

@@ -10,6 +10,7 @@ from accelerate import Accelerator
 
 from specdec.decoder import SpeculativeDecoder
 from specdec.decoding.provenance import WeightHash
+from specdec.decoding.shard import Shard
 from specdec.files.texts import check_writable, writing
 from specdec.models.loading import LoadedPair
 from specdec.research.models.choice import locate
@@ -30,7 +31,7 @@ Advance = Callable[[str], None]
 Answers = tuple[list[Answer], list[Answer]]
 
 
-def run_training(config: TrainingConfig, kind: str, advance: Advance, part: tuple[int, int] | None = None) -> Any:
+def run_training(config: TrainingConfig, kind: str, advance: Advance, part: Shard | None = None) -> Any:
     """Train, or go on with what was begun. kind: a key of `RESULT`; part: write only this shard of the answers.
 
     Returns the log, a list of entries; None where only answers were written. Raises SpecdecError for bad input, and for
@@ -93,7 +94,7 @@ def make_task(kind: str, config: TrainingConfig, target: Any, tokenizer: Any, an
 
 
 def _answers(
-    config: TrainingConfig, target: Any, tokenizer: Any, advance: Advance, part: tuple[int, int] | None
+    config: TrainingConfig, target: Any, tokenizer: Any, advance: Advance, part: Shard | None
 ) -> Answers | None:
     """Read the answers, after writing those that are missing. None: a shard was asked for, and no more."""
     if config.data.answers is not None:
@@ -105,7 +106,7 @@ def _answers(
     # Compiling takes longer than it gains, and exact mode's wider passes cost large batches: nothing is compared.
     how = "graph" if next(target.parameters()).device.type == "cuda" else "off"
     decoder = SpeculativeDecoder(target, None, tokenizer, strategies=[], compile=how, exact=False)
-    write_answers(plan, decoder, config, part or (0, 1), advance)
+    write_answers(plan, decoder, config, part or Shard(), advance)
     return None if part else read_answers(plan, config)
 
 

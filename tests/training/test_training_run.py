@@ -17,12 +17,13 @@ import torch
 from accelerate import Accelerator
 
 from specdec import SpecdecError, SpeculativeDecoder
+from specdec.decoding.shard import Shard
 from specdec.drafters import Eagle3
 from specdec.drafters.eagle3 import load_head
 from specdec.models.loading import LoadedPair
 from specdec.training import answers as answers_module
 from specdec.training import loop as loop_module
-from specdec.training.answers import Plan, parse_part, read_answers, write_answers
+from specdec.training.answers import Plan, read_answers, write_answers
 from specdec.training.config import TrainingConfig
 from specdec.training.features import Kept, Live, Stored, order, store
 from specdec.training.run import make_task, run_training
@@ -62,20 +63,20 @@ def test_answers_are_the_same_after_a_kill_and_from_shards(
     config, again, parts = (small(tmp_path, target, name) for name in ("one", "two", "three"))
     plan = Plan.make(config, decoder.target.model, decoder.tokenizer)
 
-    def write(config: TrainingConfig, part: tuple[int, int]) -> Path:
+    def write(config: TrainingConfig, part: Shard) -> Path:
         return write_answers(plan, decoder, config, part, quiet)
 
-    whole = write(config, (0, 1))
+    whole = write(config, Shard())
     assert len(rows(whole)) == len(plan.prompts) == 5
     text = whole.read_text()
     again.folder.mkdir()
     (again.folder / whole.name).write_text(
         text[: text.rindex('"output"')]
     )  # as a kill in the middle of a line leaves it
-    assert rows(write(again, (0, 1))) == rows(whole)
-    first = write(parts, (0, 2))
+    assert rows(write(again, Shard())) == rows(whole)
+    first = write(parts, Shard(0, 2))
     assert read_answers(plan, parts) is None
-    assert rows(first) | rows(write(parts, (1, 2))) == rows(whole)
+    assert rows(first) | rows(write(parts, Shard(1, 2))) == rows(whole)
     assert read_answers(plan, parts) == read_answers(plan, config)
 
 
@@ -84,7 +85,7 @@ def test_answers_are_plain_decodings_and_what_is_held_out_is_not_trained_on(
 ) -> None:
     config = small(tmp_path, target)
     plan = Plan.make(config, decoder.target.model, decoder.tokenizer)
-    write_answers(plan, decoder, config, (0, 1), quiet)
+    write_answers(plan, decoder, config, Shard(), quiet)
     found = read_answers(plan, config)
     assert found is not None
     train, held = found
@@ -92,7 +93,7 @@ def test_answers_are_plain_decodings_and_what_is_held_out_is_not_trained_on(
     assert not {a.ids for a in train} & {a.ids for a in held}
     greedy = small(tmp_path, target, "greedy", data=settings(target, tmp_path)["data"] | {"temperature": 0.0})
     plan = Plan.make(greedy, decoder.target.model, decoder.tokenizer)
-    write_answers(plan, decoder, greedy, (0, 1), quiet)
+    write_answers(plan, decoder, greedy, Shard(), quiet)
     outputs = [row["output"] for _, row in sorted(rows(greedy.folder / "answers-0-of-1.jsonl").items())]
     assert outputs == decoder.generate(plan.prompts, 10).token_ids
 
@@ -103,16 +104,16 @@ def test_answers_to_other_settings_are_refused(
 ) -> None:
     config = small(tmp_path, target)
     plan = Plan.make(config, decoder.target.model, decoder.tokenizer)
-    write_answers(plan, decoder, config, (0, 1), quiet)
+    write_answers(plan, decoder, config, Shard(), quiet)
     other = small(tmp_path, target, data=settings(target, tmp_path)["data"] | change)
     with pytest.raises(SpecdecError, match="answers of another target, other prompts or other settings"):
-        write_answers(Plan.make(other, decoder.target.model, decoder.tokenizer), decoder, other, (0, 1), quiet)
+        write_answers(Plan.make(other, decoder.target.model, decoder.tokenizer), decoder, other, Shard(), quiet)
 
 
 def test_answers_of_another_target_are_refused(tmp_path: Path, target: Path, decoder: SpeculativeDecoder) -> None:
     config = small(tmp_path, target)
     plan = Plan.make(config, decoder.target.model, decoder.tokenizer)
-    write_answers(plan, decoder, config, (0, 1), quiet)
+    write_answers(plan, decoder, config, Shard(), quiet)
     weight = decoder.target.model.lm_head.weight
     with torch.no_grad():
         weight.mul_(1.5)
@@ -138,7 +139,7 @@ def test_a_batch_of_answers_is_one_batch(
         return out
 
     monkeypatch.setattr(decoder, "generate", watched)
-    write_answers(Plan.make(config, decoder.target.model, decoder.tokenizer), decoder, config, (0, 1), quiet)
+    write_answers(Plan.make(config, decoder.target.model, decoder.tokenizer), decoder, config, Shard(), quiet)
     assert batches == [10, 2]
 
 
@@ -149,7 +150,7 @@ def test_answers_end_by_the_clock_and_go_on(tmp_path: Path, target: Path, decode
     plan = Plan.make(config, decoder.target.model, decoder.tokenizer)
     for written in (4, 6):
         said: list[str] = []
-        write_answers(plan, decoder, config, (0, 1), said.append)
+        write_answers(plan, decoder, config, Shard(), said.append)
         assert len(said) == 1
         assert "answers" in said[0]
         found = read_answers(plan, config)
@@ -164,20 +165,20 @@ def test_held_out_prompts_are_answered_first(tmp_path: Path, target: Path, decod
     data = settings(target, tmp_path)["data"] | {"texts": texts, "batch_size": 2, "held_out": 2, "minutes": 0}
     config = small(tmp_path, target, data=data)
     plan = Plan.make(config, decoder.target.model, decoder.tokenizer)
-    write_answers(plan, decoder, config, (0, 1), quiet)
+    write_answers(plan, decoder, config, Shard(), quiet)
     with pytest.raises(SpecdecError, match=r"`minutes` \(0\) are too few"):
         read_answers(plan, config)
-    write_answers(plan, decoder, config, (0, 1), quiet)
+    write_answers(plan, decoder, config, Shard(), quiet)
     found = read_answers(plan, config)
     assert found is not None
     assert list(map(len, found)) == [2, 2]
 
 
 def test_a_part_is_i_of_n() -> None:
-    assert parse_part("2/4") == (2, 4)
+    assert Shard.parse("2/4", "part") == Shard(2, 4)
     for text in ("4/4", "1", "a/b", "-1/2", "", "²/³"):
-        with pytest.raises(SpecdecError, match="a part such as 0/4"):
-            parse_part(text)
+        with pytest.raises(SpecdecError, match=r"part: expected index/count .*, such as 0/4"):
+            Shard.parse(text, "part")
 
 
 # -- features and order ------------------------------------------------------------------------------------------------
@@ -264,7 +265,7 @@ def test_prompts_are_trained_on_where_asked(tmp_path: Path, target: Path, decode
     data = settings(target, tmp_path)["data"]
     config = small(tmp_path, target, data=data | {"whole": True})
     plan = Plan.make(config, decoder.target.model, decoder.tokenizer)
-    write_answers(plan, decoder, config, (0, 1), quiet)
+    write_answers(plan, decoder, config, Shard(), quiet)
     found = read_answers(plan, config)
     assert found is not None
     assert all(a.start == 0 for part in found for a in part)
