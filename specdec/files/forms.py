@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from specdec.errors import SpecdecError
@@ -84,6 +84,16 @@ def check(value: Any, form: Any, where: str) -> None:
 def check_fields(part: Any, form: Mapping[str, Any], where: str) -> None:
     """Check a dataclass whose fields came from a document; lists arrive as tuples."""
     check({k: list(v) if isinstance(v, tuple) else v for k, v in vars(part).items()}, form, where)
+
+
+def checked(form: Any, default: Any) -> Any:
+    """Declare a field of a dataclass with its form, for `check_declared`."""
+    return field(default=default, metadata={"form": form})
+
+
+def check_declared(part: Any, where: str) -> None:
+    """Check the fields of a dataclass that were declared with a form."""
+    check_fields(part, {f.name: f.metadata["form"] for f in fields(part) if "form" in f.metadata}, where)
 
 
 def _fault(value: Any, form: Any, place: str) -> tuple[str, str] | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from specdec.config import from_dict, load_yaml
 from specdec.errors import SpecdecError, unknown_name
-from specdec.files.forms import BOOL, INTEGER, TEXT, Maybe, OneOf, check_fields, number, whole
+from specdec.files.forms import BOOL, INTEGER, TEXT, Maybe, OneOf, check_declared, checked, number, whole
 from specdec.files.texts import expanded
 from specdec.research.prompts.choice import DataConfig
 from specdec.training.losses import LOSSES
@@ -39,30 +39,19 @@ class TrainingData(DataConfig):
 
     limit: int | None = None
     longest: int | None = 512
-    texts: tuple[str, ...] = ()
-    answers: str | None = None
-    held_out: int = 8
-    samples: int = 1
-    max_new_tokens: int = 256
-    whole: bool = False
-    temperature: float = 1.0
-    batch_size: int = 16
-    minutes: float | None = None
+    texts: tuple[str, ...] = checked([TEXT], ())
+    answers: str | None = checked(Maybe(TEXT), None)
+    held_out: int = checked(whole(1), 8)
+    samples: int = checked(whole(1), 1)
+    max_new_tokens: int = checked(whole(), 256)
+    temperature: float = checked(number(0.0), 1.0)
+    batch_size: int = checked(whole(1), 16)
+    minutes: float | None = checked(Maybe(number(0.0)), None)
+    whole: bool = checked(BOOL, False)  # the last one: it hides the form of this name
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        form = {
-            "texts": [TEXT],
-            "answers": Maybe(TEXT),
-            "held_out": whole(1),
-            "samples": whole(1),
-            "max_new_tokens": whole(),
-            "whole": BOOL,
-            "temperature": number(0.0),
-            "batch_size": whole(1),
-            "minutes": Maybe(number(0.0)),
-        }
-        check_fields(self, form, "data")
+        check_declared(self, "data")
         if self.turns != "first":
             raise SpecdecError("data: turns: all is for ablations; a chat file has its own answers")
         sources = [name for name in ("dataset", "texts", "answers") if getattr(self, name)]
@@ -79,12 +68,12 @@ class HeadStart:
     options: fields of `HeadConfig` (intermediate_size, norm_output, layer_ids, ...)
     """
 
-    checkpoint: str | None = None
-    draft_vocab_size: int | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
+    checkpoint: str | None = checked(Maybe(TEXT), None)
+    draft_vocab_size: int | None = checked(Maybe(whole(1)), None)
+    options: Mapping[str, Any] = field(default_factory=dict, metadata={"form": {}})
 
     def __post_init__(self) -> None:
-        check_fields(self, {"checkpoint": Maybe(TEXT), "draft_vocab_size": Maybe(whole(1)), "options": {}}, "head")
+        check_declared(self, "head")
         if self.checkpoint is not None and self.draft_vocab_size is not None:
             raise SpecdecError("head: draft_vocab_size is the checkpoint's; leave it out")
 
@@ -98,12 +87,12 @@ class DraftStart:
     options: fields of a new model's config that differ from the target's (num_hidden_layers, hidden_size, ...)
     """
 
-    checkpoint: str | None = None
-    layers: tuple[int, ...] | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
+    checkpoint: str | None = checked(Maybe(TEXT), None)
+    layers: tuple[int, ...] | None = checked(Maybe([whole()]), None)
+    options: Mapping[str, Any] = field(default_factory=dict, metadata={"form": {}})
 
     def __post_init__(self) -> None:
-        check_fields(self, {"checkpoint": Maybe(TEXT), "layers": Maybe([whole()]), "options": {}}, "draft")
+        check_declared(self, "draft")
         if sum([self.checkpoint is not None, self.layers is not None, bool(self.options)]) != 1:
             raise SpecdecError("draft: say where it starts from by one of checkpoint, layers and options")
 
@@ -117,12 +106,12 @@ class ExitStart:
     checkpoint: a folder of an adapter
     """
 
-    layers: int | None = None
-    rank: int | None = None
-    checkpoint: str | None = None
+    layers: int | None = checked(Maybe(whole(1)), None)
+    rank: int | None = checked(Maybe(whole(1)), None)
+    checkpoint: str | None = checked(Maybe(TEXT), None)
 
     def __post_init__(self) -> None:
-        check_fields(self, {"layers": Maybe(whole(1)), "rank": Maybe(whole(1)), "checkpoint": Maybe(TEXT)}, "exit")
+        check_declared(self, "exit")
         if (self.layers is None) == (self.checkpoint is None) or (self.checkpoint and self.rank):
             raise SpecdecError("exit: give layers (and rank), or a checkpoint, which has both")
 
@@ -137,25 +126,16 @@ class Optimiser:
     clip: largest norm of the gradient
     """
 
-    lr: float = 1e-3
-    muon: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = 0.0
-    warm_up: int = 20
-    final: float = 0.0
-    clip: float = 1.0
+    lr: float = checked(number(0.0), 1e-3)
+    muon: float = checked(number(0.0), 0.0)
+    betas: tuple[float, float] = checked([number(0.0, 1.0)], (0.9, 0.95))
+    weight_decay: float = checked(number(0.0), 0.0)
+    warm_up: int = checked(whole(), 20)
+    final: float = checked(number(0.0, 1.0), 0.0)
+    clip: float = checked(number(0.0), 1.0)
 
     def __post_init__(self) -> None:
-        form = {
-            "lr": number(0.0),
-            "muon": number(0.0),
-            "betas": [number(0.0, 1.0)],
-            "weight_decay": number(0.0),
-            "warm_up": whole(),
-            "final": number(0.0, 1.0),
-            "clip": number(0.0),
-        }
-        check_fields(self, form, "optimiser")
+        check_declared(self, "optimiser")
         if len(self.betas) != 2:
             raise SpecdecError(f"optimiser: betas must be two numbers, got {list(self.betas)}")
 
@@ -180,30 +160,30 @@ class TrainingConfig:
     eval_tokens: tokens a held-out prompt that are decoded with the drafter; 0 = no decoding while training
     """
 
-    target: str
-    out: str
+    target: str = field(metadata={"form": TEXT})
+    out: str = field(metadata={"form": TEXT})
     data: TrainingData
     head: HeadStart | None = None
     draft: DraftStart | None = None
     exit: ExitStart | None = None
     optimiser: Optimiser = field(default_factory=Optimiser)
-    steps: int = 1000
-    batch: int = 8
-    accumulate: int = 1
-    minutes: float | None = None
-    sequence_length: int = 1024
-    ttt_steps: int = 7
+    steps: int = checked(whole(1), 1000)
+    batch: int = checked(whole(1), 8)
+    accumulate: int = checked(whole(1), 1)
+    minutes: float | None = checked(Maybe(number(0.0)), None)
+    sequence_length: int = checked(whole(8), 1024)
+    ttt_steps: int = checked(whole(1, 16), 7)
     loss: str = "forward-kl"
-    loss_decay: float = 0.8
-    features: str = "live"
-    dtype: str = "float32"
-    save_dtype: str = "float32"
-    device: str | None = None
-    trust_remote_code: bool = False
-    seed: int = 0
-    eval_every: int = 100
-    eval_tokens: int = 64
-    checkpoint_every: int = 100
+    loss_decay: float = checked(number(0.0, 1.0), 0.8)
+    features: str = checked(OneOf(FEATURES), "live")
+    dtype: str = checked(OneOf(DTYPES[:2]), "float32")
+    save_dtype: str = checked(OneOf(DTYPES), "float32")
+    device: str | None = checked(Maybe(TEXT), None)
+    trust_remote_code: bool = checked(BOOL, False)
+    seed: int = checked(INTEGER, 0)
+    eval_every: int = checked(whole(1), 100)
+    eval_tokens: int = checked(whole(), 64)
+    checkpoint_every: int = checked(whole(1), 100)
 
     def __post_init__(self) -> None:
         for name, cls in PARTS.items():
@@ -213,27 +193,7 @@ class TrainingConfig:
             raise SpecdecError(f"data: expected a mapping of options, got {self.data!r}")
         if self.loss not in LOSSES:
             raise unknown_name("loss", self.loss, LOSSES)
-        form = {
-            "target": TEXT,
-            "out": TEXT,
-            "steps": whole(1),
-            "batch": whole(1),
-            "accumulate": whole(1),
-            "minutes": Maybe(number(0.0)),
-            "sequence_length": whole(8),
-            "ttt_steps": whole(1, 16),
-            "loss_decay": number(0.0, 1.0),
-            "features": OneOf(FEATURES),
-            "dtype": OneOf(DTYPES[:2]),
-            "save_dtype": OneOf(DTYPES),
-            "device": Maybe(TEXT),
-            "trust_remote_code": BOOL,
-            "seed": INTEGER,
-            "eval_every": whole(1),
-            "eval_tokens": whole(),
-            "checkpoint_every": whole(1),
-        }
-        check_fields(self, form, "the config")
+        check_declared(self, "the config")
 
     @property
     def folder(self) -> Path:
