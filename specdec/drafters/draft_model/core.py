@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from specdec.device.clock import Clock
-from specdec.device.transfer import array_on, to_device
+from specdec.device.transfer import array_on
 from specdec.drafters.base import (
     Draft,
     Drafter,
@@ -65,6 +64,7 @@ class DraftCore:
     """
 
     feeds_last = False  # whether the last drafted token of a round is fed as well
+    records = True  # whether draft steps are recorded, where passes are
 
     def __init__(
         self,
@@ -86,6 +86,7 @@ class DraftCore:
         self.outstanding: dict[int, int] = {}  # row -> draft tokens of the open round
         self.accepted: dict[int, int] = {}  # row -> accepted tokens of its last draft
         self.source: Tensor | None = None  # [V]: the draft's id of each of the target's, -1 = none; None: the same
+        self.excluded = runner.excluded  # ids that are never proposed
         self.passes = 0  # so far, without prefill
         self.levels: Mapping[int, float] = {}  # row -> threshold of a length policy
         self.clock = Clock(runner.device)
@@ -188,16 +189,6 @@ class DraftCore:
             return k
         return min(most, next((steps for steps in RECORDED_STEPS if steps >= k), k))
 
-    def catch_up(self, requests: Sequence[DraftRequest]) -> Tensor:
-        """Feed what each row's text has grown by; returns the logits after its newest token, [B, V_draft]."""
-        tokens, starts, counts = self.feed(requests)
-        self.passes += 1
-        device = self.runner.device
-        logits = self.runner.step(self.cache, self.shapes, array_on(tokens, device), starts, counts).logits
-        self.cache.begin_draft([r.row for r in requests])
-        newest = to_device([max(c - 1, 0) for c in counts], device)
-        return logits[torch.arange(self.batch, device=device), newest]
-
     def table(self, requests: Sequence[DraftRequest], levels: Mapping[int, int]) -> tuple[np.ndarray, int]:
         """Return `StepInputs.table` of a round, [B, 5 + W], and the first slot after all rows' texts.
 
@@ -224,7 +215,7 @@ class DraftCore:
         def function(given: StepInputs) -> Proposal:
             return self.steps(key, sampling, given, requests)
 
-        recorded = recordable(sampling) and self.source is None
+        recorded = self.records and recordable(sampling)
         proposal = self.runner.run(self.cache, key, inputs, function) if recorded else function(inputs)
         self.passes += proposal.tokens.shape[1]
         self.outstanding.update({r.row: proposal.tokens.shape[1] for r in requests})
@@ -286,7 +277,7 @@ class DraftCore:
     def _in_target(self, logits: Tensor, vocab_size: int) -> Tensor:
         """Map draft logits [B, V_draft] to the target's ids, [B, vocab_size]."""
         if self.source is None:
-            return pad_vocabulary(logits, vocab_size, self.runner.excluded)
+            return pad_vocabulary(logits, vocab_size, self.excluded)
         return torch.where(self.source < 0, float("-inf"), logits.index_select(-1, self.source.clamp(min=0)))
 
     def _own(self, token: Tensor) -> Tensor:
@@ -329,16 +320,6 @@ class DraftCore:
         """True if every row has stopped; False where looking would cost a host read or a recording."""
         looks = self.runner.graphs is None and keep.device.type == "cpu"
         return looks and not any(keep[r.row] for r in requests)
-
-    def step(self, requests: Sequence[DraftRequest], tokens: Tensor, i: int) -> Tensor:
-        """Feed the i-th drafted token [B] of every row; returns logits [B, V_draft]. Rows without room take no part."""
-        starts, counts = [0] * self.batch, [0] * self.batch
-        for r in requests:
-            if self.length[r.row] + i < self.capacity:
-                starts[r.row], counts[r.row] = self.length[r.row] + i, 1
-        width = self.shapes.width(1)
-        padded = F.pad(tokens[:, None], (0, width - 1))
-        return self.runner.step(self.cache, self.shapes, padded, starts, counts).logits[:, 0]
 
 
 class CoreDrafter(Drafter):

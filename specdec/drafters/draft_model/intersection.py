@@ -11,13 +11,13 @@ others are tokenised as they come. Its cache is only ever extended. Not recorded
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
 from specdec.device.transfer import to_device
-from specdec.drafters.base import Draft, DraftRequest, Tokens, empty_like
+from specdec.drafters.base import Draft, DraftRequest, Tokens
 from specdec.drafters.draft_model.steps import Stops
 from specdec.drafters.draft_model.translation import TranslatingDrafter
 from specdec.errors import SpecdecError
@@ -37,29 +37,25 @@ class IntersectingDrafter(TranslatingDrafter):
             raise SpecdecError("target and draft have no token in common: use translate=True, which goes through text")
         source = [self.counterpart.get(token, -1) for token in range(context.vocab_size)]
         self._core.source = to_device(source, runner.device)
-        self.texts: dict[int, tuple[int, list[int]]] = {}  # row -> target tokens read so far, the draft's ids of them
+        self.read: dict[int, tuple[int, list[int]]] = {}  # row -> target tokens read so far, the draft's ids of them
 
     def begin(self, row: int, prompt: Tokens) -> None:
         super().begin(row, prompt)
-        self.texts.pop(row, None)
+        self.read.pop(row, None)
 
-    def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        inner = [self._in_draft_ids(r) for r in requests]
-        limits = [self._core.room(r, self.settings.n_max) if r.last >= 0 else 0 for r in inner]
-        work = [(r, n) for r, n in zip(inner, limits, strict=True) if n > 0]
-        if not work:
-            return empty_like(requests)
+    def _propose(
+        self, requests: Sequence[DraftRequest], work: Sequence[DraftRequest], limits: Mapping[int, int]
+    ) -> list[Draft]:
         stops = Stops(self.settings.p_min, self.settings.n_min, self.settings.top_n)
-        k = max(n for _, n in work)
-        proposal = self._core.propose([r for r, _ in work], k, stops, self.context.vocab_size)
-        return self.drafts(requests, {r.row: n for r, n in work}, proposal)
+        proposal = self._core.propose(work, max(limits.values()), stops, self.context.vocab_size)
+        return self.drafts(requests, limits, proposal)
 
-    def _in_draft_ids(self, request: DraftRequest) -> DraftRequest:
+    def _inner(self, request: DraftRequest) -> DraftRequest:
         """Return the row in the draft's ids, at the target's position; last < 0: the draft sees no text yet."""
-        known, ids = self.texts.get(request.row, (0, []))
+        known, ids = self.read.get(request.row, (0, []))
         new = [*map(int, request.tokens[known:]), int(request.last)]
         ids += self._translated(new, whole=known == 0)
-        self.texts[request.row] = len(request.tokens) + 1, ids
+        self.read[request.row] = len(request.tokens) + 1, ids
         return replace(request, tokens=ids[:-1], last=ids[-1] if ids else -1)
 
     def _translated(self, tokens: Sequence[int], whole: bool) -> list[int]:

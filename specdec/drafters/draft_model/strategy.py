@@ -17,21 +17,13 @@ from specdec.config import check_number, check_switch, check_whole
 from specdec.drafters.base import MOST_NODES, Draft, DraftContext, DraftRequest, empty_like
 from specdec.drafters.best_tree import TreeSize
 from specdec.drafters.branching import Branching
+from specdec.drafters.draft_model import pipelined
 from specdec.drafters.draft_model.core import CoreDrafter, DraftCore
 from specdec.drafters.draft_model.intersection import IntersectingDrafter
-from specdec.drafters.draft_model.pipelined import (
-    Ahead,
-    Overlapped,
-    can_overlap,
-    go_ahead,
-    overlap,
-    possible,
-    take,
-    take_rows,
-)
 from specdec.drafters.draft_model.steps import Proposal, StopRule, Stops, check_steps
 from specdec.drafters.draft_model.translation import TranslatingDrafter
 from specdec.drafters.draft_model.tree import TreeGrowth, TreesAhead
+from specdec.drafters.options import state
 from specdec.drafters.planned_tree import PlanShape
 from specdec.drafters.tree_plan import parse_opt, parse_plan, plan_parents, upper_levels
 from specdec.errors import SpecdecError
@@ -75,6 +67,14 @@ class DraftModel(CoreDrafter):
     overlap: bool | None = None
     name: str = field(init=False, default="draft-model")
     uses_draft_model = True
+
+    _context: DraftContext = state()
+    _most: int = state(MOST_NODES)  # nodes that a pass verifies
+    _core: DraftCore = state()
+    _proposal: Proposal | None = state()  # this round's
+    _ahead: pipelined.Ahead | pipelined.Overlapped | TreesAhead | None = state()  # the next round's
+    _guesses: dict[str, int] = state()
+    _rule: StopRule | None = state()
 
     def __post_init__(self) -> None:
         if self.preset is not None and self.preset not in PRESETS:
@@ -166,18 +166,8 @@ class DraftModel(CoreDrafter):
             made.overlap = own.type == "cuda" and target is not None and own != target
         return made
 
-    _context: DraftContext = field(init=False, repr=False, compare=False)
-    _most: int = field(init=False, repr=False, compare=False, default=MOST_NODES)  # nodes that a pass verifies
-    _core: DraftCore = field(init=False, repr=False, compare=False)
-    _proposal: Proposal | None = field(init=False, repr=False, compare=False, default=None)  # this round's
-    _guesses: dict[str, int] = field(init=False, repr=False, compare=False)
-    _rule: StopRule | None = field(init=False, repr=False, compare=False, default=None)
-    _ahead: Ahead | Overlapped | TreesAhead | None = field(
-        init=False, repr=False, compare=False, default=None
-    )  # the next round's
-
     def stop_by(self, rule: Any, levels: Mapping[int, float]) -> None:
-        if self.makes_trees or not hasattr(self._core, "levels"):
+        if self.makes_trees:
             return super().stop_by(rule, levels)
         self._rule, self._core.levels = rule, levels
 
@@ -189,40 +179,36 @@ class DraftModel(CoreDrafter):
         return self._guesses if self.overlap else {}
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        limits = [self._core.room(r, self.depth) for r in requests]
-        work = [(r, n) for r, n in zip(requests, limits, strict=True) if n > 0]
+        limits = {r.row: self._core.room(r, self.depth) for r in requests}
+        work = [r for r in requests if limits[r.row] > 0]
         if not work:
             return empty_like(requests)
-        wanted, ahead, self._ahead = [r for r, _ in work], self._ahead, None
-        longest = max(n for _, n in work)
+        ahead, self._ahead = self._ahead, None
+        fits, longest = len(work) == len(requests), max(limits.values())
         if self.makes_trees:
-            growth = TreeGrowth(self, wanted, [n for _, n in work])
-            if isinstance(ahead, TreesAhead) and len(work) == len(requests):
-                trees = growth.take(ahead, longest)
-            else:
-                trees = growth.grow()
+            growth = TreeGrowth(self, work, {r.row: limits[r.row] for r in work})
+            trees = growth.take(ahead, longest) if fits and isinstance(ahead, TreesAhead) else growth.grow()
             return [trees.get(r.row, Draft()) for r in requests]
-        if isinstance(ahead, Overlapped):
-            proposal = self._after_guess(ahead, wanted, self.depth)
-        elif isinstance(ahead, Ahead) and len(work) == len(requests) and take(self._core, ahead, wanted, longest):
-            proposal = ahead.proposal
+        if isinstance(ahead, pipelined.Overlapped):
+            self._proposal = self._after_guess(ahead, work)
+        elif fits and isinstance(ahead, pipelined.Ahead) and pipelined.take(self._core, ahead, work, longest):
+            self._proposal = ahead.proposal
         else:
-            proposal = self._propose(wanted, self.depth)
-        self._proposal = proposal
-        return self.drafts(requests, {r.row: n for r, n in work}, proposal)
+            self._proposal = self._propose(work)
+        return self.drafts(requests, limits, self._proposal)
 
-    def _propose(self, requests: Sequence[DraftRequest], depth: int) -> Proposal:
-        k = self._core.recorded_steps(max(self._core.room(r, depth) for r in requests), depth)
+    def _propose(self, requests: Sequence[DraftRequest]) -> Proposal:
+        k = self._core.recorded_steps(max(self._core.room(r, self.depth) for r in requests), self.depth)
         return self._core.propose(requests, k, self._stops, self._context.vocab_size)
 
-    def _after_guess(self, ahead: Overlapped, requests: Sequence[DraftRequest], depth: int) -> Proposal:
+    def _after_guess(self, ahead: pipelined.Overlapped, requests: Sequence[DraftRequest]) -> Proposal:
         """Return the overlapped drafts of rows whose guess was right, and new ones of the others."""
         assert self._context.reader is not None
-        right = take_rows(self._core, ahead, requests, self._context.reader.read(ahead.guess)[0])
+        right = pipelined.take_rows(self._core, ahead, requests, self._context.reader.read(ahead.guess)[0])
         self._guesses["guesses"] += len(requests)
         self._guesses["right"] += len(right)
         wrong = [r for r in requests if r.row not in right]
-        return ahead.rest.with_rows(self._propose(wrong, depth), [r.row for r in wrong]) if wrong else ahead.rest
+        return ahead.rest.with_rows(self._propose(wrong), [r.row for r in wrong]) if wrong else ahead.rest
 
     @property
     def can_pipeline(self) -> bool:
@@ -239,23 +225,22 @@ class DraftModel(CoreDrafter):
         n: int | None = None,
         emitted: Tensor | None = None,
     ) -> bool:
-        if self.makes_trees:
-            growth = TreeGrowth(self, requests, [self.depth] * len(requests))
-            self._ahead = None if emitted is None else growth.ahead(accepted, emitted)
+        self._ahead = None
+        if self.makes_trees and emitted is not None:
+            growth = TreeGrowth(self, requests, dict.fromkeys((r.row for r in requests), self.depth))
+            self._ahead = growth.ahead(accepted, emitted)
             return self._ahead is not None
         k = (self.n_max or 0) if n is None else self.steps(n)
         if self._proposal is None:
             return False
-        judged = self._proposal.tokens
+        core, judged = self._core, self._proposal.tokens
+        how = self._stops, self._context.vocab_size, judged
         if self.overlap:
-            if not can_overlap(self._core, requests, k, self._stops):
-                return False
-            self._ahead = overlap(self._core, requests, k, self._stops, self._context.vocab_size, judged)
-            return True
-        if accepted.device != self._core.runner.device or not possible(self._core, requests, k):
-            return False
-        self._ahead = go_ahead(self._core, requests, k, self._stops, self._context.vocab_size, judged, accepted, token)
-        return True
+            if pipelined.can_overlap(core, requests, k, self._stops):
+                self._ahead = pipelined.overlap(core, requests, k, *how)
+        elif accepted.device == core.runner.device and pipelined.possible(core, requests, k):
+            self._ahead = pipelined.go_ahead(core, requests, k, *how, accepted, token)
+        return self._ahead is not None
 
     @property
     def _stops(self) -> Stops:

@@ -10,12 +10,13 @@ to the first id that changed. Meant for pairs without a common vocabulary, not f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from specdec.drafters.base import Draft, DraftContext, DraftRequest, Tokens, as_array
+from specdec.drafters.base import Draft, DraftContext, DraftRequest, Tokens, as_array, empty_like
 from specdec.drafters.draft_model.core import CoreDrafter, DraftCore
+from specdec.drafters.draft_model.steps import Stops
 from specdec.errors import SpecdecError
 from specdec.models.kv_cache import common_prefix
 from specdec.models.pair_report import draft_capacity
@@ -36,56 +37,48 @@ class TranslatingDrafter(CoreDrafter):
             wanted = f"translate={self.settings.translate!r}"
             raise SpecdecError(f"draft-model with {wanted} needs a draft model and both tokenizers")
         self._core = DraftCore(context.draft_runner, context.batch, draft_capacity(context.capacity))
+        self._core.records, self._core.excluded = False, None
+        self._texts: dict[int, str] = {}  # row -> the target's text
 
     def begin(self, row: int, prompt: Tokens) -> None:
         self._core.begin(row, [])
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        texts = [self._text(r) for r in requests]
-        inner = [self._inner(r, text) for r, text in zip(requests, texts, strict=True)]
-        limits = [self._core.room(r, self.settings.n_max) if r.last >= 0 else 0 for r in inner]
-        work = [(r, n) for r, n in zip(inner, limits, strict=True) if n > 0]
-        if not work:
-            return [Draft() for _ in requests]
-        written = self._continue([r for r, _ in work], max(n for _, n in work))
-        proposed = [
-            self._back(text, outer, written[outer.row][:n]) if outer.row in written else []
-            for text, outer, n in zip(texts, requests, limits, strict=True)
-        ]
-        return [Draft(tokens, drafter=self.name) for tokens in proposed]
+        inner = [self._inner(r) for r in requests]
+        limits = {r.row: self._core.room(r, self.settings.n_max) if r.last >= 0 else 0 for r in inner}
+        work = [r for r in inner if limits[r.row] > 0]
+        return self._propose(requests, work, limits) if work else empty_like(requests)
 
-    def _text(self, request: DraftRequest) -> str:
+    def _inner(self, request: DraftRequest) -> DraftRequest:
+        """Return the same row in the draft's ids, last < 0: it sees no text; its cache is trimmed to what agrees."""
+        target: Any = self.context.tokenizer
+        tokenizer: Any = self.context.draft_tokenizer
         ids = [*map(int, request.tokens), int(request.last)]
-        tokenizer: Any = self.context.tokenizer
-        return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-
-    def _inner(self, request: DraftRequest, text: str) -> DraftRequest:
-        """Return the same row in the draft's ids; its cache is trimmed to what still agrees."""
+        text = str(target.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        self._texts[request.row] = text
         for old, new in self.settings.replacements.items():
             text = text.replace(old, new)
-        tokenizer: Any = self.context.draft_tokenizer
-        ids = as_array(tokenizer(text)["input_ids"])
+        own = as_array(tokenizer(text)["input_ids"])
         row, core = request.row, self._core
-        if len(ids) == 0:
+        if len(own) == 0:
             return replace(request, tokens=[], last=-1)
         known = min(core.length[row], core.written[row])
-        core.length[row] = min(common_prefix(core.text[row, :known], ids), len(ids) - 1)
-        return replace(request, tokens=ids[:-1], last=int(ids[-1]), n_max=0, sampling=None, noise=None)
+        core.length[row] = min(common_prefix(core.text[row, :known], own), len(own) - 1)
+        return replace(request, tokens=own[:-1], last=int(own[-1]), n_max=0, sampling=None, noise=None)
 
-    def _continue(self, requests: Sequence[DraftRequest], k: int) -> dict[int, list[int]]:
-        """Return k argmax tokens of the draft for each row, on the host."""
-        logits = self._core.catch_up(requests)
-        tokens = []
-        for i in range(k):
-            tokens.append(logits.argmax(dim=-1))
-            if i + 1 < k:
-                logits = self._core.step(requests, tokens[-1], i)
+    def _propose(
+        self, requests: Sequence[DraftRequest], work: Sequence[DraftRequest], limits: Mapping[int, int]
+    ) -> list[Draft]:
+        """Draft for the rows of `work`, which are in the draft's ids; limits: row -> most tokens of the draft's."""
+        stops = Stops(0.0, 0, None)
+        proposal = self._core.propose(work, max(limits.values()), stops, self._core.runner.vocab_size)
         assert self.context.reader is not None
-        columns = self.context.reader.read(*tokens)
-        return {r.row: [column[r.row] for column in columns] for r in requests}
+        [written] = self.context.reader.read(proposal.tokens)
+        return [Draft(self._back(r, written[r.row][: limits[r.row]]), drafter=self.name) for r in requests]
 
-    def _back(self, text: str, request: DraftRequest, written: Sequence[int]) -> list[int]:
+    def _back(self, request: DraftRequest, written: Sequence[int]) -> list[int]:
         """Return the draft's continuation in the target's ids; empty if the joint tokenisation changes earlier ids."""
+        text = self._texts[request.row]
         tokenizer: Any = self.context.draft_tokenizer
         target: Any = self.context.tokenizer
         continuation = tokenizer.decode(list(written), skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -95,15 +95,16 @@ class TreesAhead:
 class TreeGrowth:
     """The trees of all rows in one round; rows end at their own depths."""
 
-    def __init__(self, model: DraftModel, requests: Sequence[DraftRequest], limits: Sequence[int]):
+    def __init__(self, model: DraftModel, requests: Sequence[DraftRequest], limits: Mapping[int, int]):
+        """limits: row -> most levels."""
         self.model, self.core, self.requests = model, model._core, requests
         self.sampling: RowSampling | None = requests[0].sampling
         self.vocab, nodes = model._context.vocab_size, model._context.nodes
-        self.limits = {r.row: n for r, n in zip(requests, limits, strict=True)}
+        self.limits = limits
         self.recorded = self.core.runner.graphs is not None
         # The best nodes depend on how deep the trees may be, so the rows of a batch must not settle that.
         whole = self.recorded or bool(model._best)
-        depth = model.depth if whole else min(model.depth, max(limits))
+        depth = model.depth if whole else min(model.depth, max(limits.values()))
         self.shape: TreeSize | PlanShape | Branching = model.shape(nodes, depth)
         self.passes = 1 + len(self.shape.widths)  # fewer where all paths end early
 

@@ -27,6 +27,7 @@ from specdec.config import check_switch, check_whole
 from specdec.drafters.base import Draft, DraftContext, DraftRequest, Tokens, empty_like
 from specdec.drafters.draft_model.core import CoreDrafter, DraftCore
 from specdec.drafters.draft_model.steps import COUNTS, STARTS, Proposal, StepInputs, StepsKey, Stops, check_steps
+from specdec.drafters.options import state
 from specdec.drafters.self_speculation.adapter import ExitAdapter, load_adapter
 from specdec.errors import SpecdecError
 from specdec.models.passes import PassInputs, PassKey
@@ -59,10 +60,10 @@ class EarlyExit(CoreDrafter):
         "train exit), search for layers that it can do without (--search), or let more layers draft."
     )
 
-    _adapter: ExitAdapter | None = field(init=False, repr=False, compare=False, default=None)
-    _core: SharedCore = field(init=False, repr=False, compare=False)
-    _rule: Any = field(init=False, repr=False, compare=False, default=None)
-    _vocab_size: int = field(init=False, repr=False, compare=False, default=0)
+    _adapter: ExitAdapter | None = state()
+    _core: SharedCore = state()
+    _rule: Any = state()
+    _vocab_size: int = state(0)
 
     def __post_init__(self) -> None:
         check_switch("early-exit: resume", self.resume)
