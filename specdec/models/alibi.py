@@ -8,8 +8,7 @@ own, which is 0 then; MPT's attention is computed with it instead of the model's
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from specdec.models.attention import matmul_attention
+from specdec.models.replaced import replaced
 
 BUILD = "build_alibi_tensor"  # BLOOM's method
 
@@ -40,20 +40,10 @@ class Alibi:
         stack = model.base_model
         return Alibi(model) if hasattr(stack, "build_mpt_alibi_tensor") or hasattr(stack, BUILD) else None
 
-    @contextmanager
-    def on(self, mask: Tensor) -> Iterator[None]:
+    def on(self, mask: Tensor) -> AbstractContextManager[None]:
         """Have attention take `mask` [B, H, S, L], bias included."""
-        for module in self.modules:
-            vars(module)["forward"] = partial(_attention, module, mask)
-        if self.stack is not None:
-            vars(self.stack)[BUILD] = _no_bias
-        try:
-            yield
-        finally:
-            for module in self.modules:
-                vars(module).pop("forward", None)
-            if self.stack is not None:
-                vars(self.stack).pop(BUILD, None)
+        made = [(module, "forward", partial(_attention, module, mask)) for module in self.modules]
+        return replaced(made if self.stack is None else [*made, (self.stack, BUILD, _no_bias)])
 
 
 def _no_bias(mask: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:

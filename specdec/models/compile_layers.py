@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FunctionType
 from typing import Any, NamedTuple, Protocol
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from specdec.files.texts import first_line
 from specdec.models.kv_cache import RaggedCache, RaggedLayer
+from specdec.models.replaced import replaced
 
 # dynamo gives up on a function that it has compiled so often; each shape of a pass is one compilation.
 RECOMPILE_LIMIT = 256
@@ -212,19 +213,12 @@ class CompiledLayers:
         with self._on():
             return self.model(**arguments)
 
-    @contextmanager
-    def _on(self) -> Iterator[None]:
+    def _on(self) -> AbstractContextManager[None]:
         parts = self.parts
         made = [(layer, self._layer(layer, index)) for index, layer in enumerate(parts.layers)]
         made += [(norm, self._norm(norm)) for norm in parts.norms]
         made += [(module, self._forward(module)) for module in parts.rotations]
-        try:
-            for module, forward in made:
-                vars(module)["forward"] = forward
-            yield
-        finally:
-            for module, _ in made:
-                vars(module).pop("forward", None)
+        return replaced((module, "forward", forward) for module, forward in made)
 
     def _forward(self, module: nn.Module) -> Callable[..., Any]:
         return lambda *given, **named: self.around(module, given, named)

@@ -6,14 +6,14 @@ which here is that of a buffer with rows of many lengths; so attention is comput
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from specdec.models.attention import MaskBuilder, matmul_attention
+from specdec.models.replaced import replaced
 
 KINDS = {"global": "full_attention", "local": "sliding_attention"}
 
@@ -34,16 +34,9 @@ class LocalAttention:
         """Have a builder make masks of both kinds."""
         masks.window, masks.per_type, masks.sliding_only = self.window, True, False
 
-    @contextmanager
-    def on(self, masks: dict[str, Tensor]) -> Iterator[None]:
+    def on(self, masks: dict[str, Tensor]) -> AbstractContextManager[None]:
         """Have attention take `masks` [B, 1, S, L] by kind."""
-        for module in self.modules:
-            vars(module)["_attn"] = partial(_attention, module, masks[KINDS[module.attention_type]])
-        try:
-            yield
-        finally:
-            for module in self.modules:
-                vars(module).pop("_attn", None)
+        return replaced((m, "_attn", partial(_attention, m, masks[KINDS[m.attention_type]])) for m in self.modules)
 
 
 def _attention(module: Any, mask: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, None]:

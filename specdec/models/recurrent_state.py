@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -30,6 +30,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from specdec.errors import SpecdecError
+from specdec.models.replaced import replaced
 
 PADDED = -1  # in `RowStates.read`: padding has run over the row's states
 
@@ -236,21 +237,12 @@ class Recurrence:
         found = [module for module in model.modules() if _keeps_states(module)]
         return Recurrence(found) if found else None
 
-    @contextmanager
-    def on(self, states: RowStates, starts: Sequence[int], counts: Sequence[int], first: int) -> Iterator[None]:
+    def on(
+        self, states: RowStates, starts: Sequence[int], counts: Sequence[int], first: int
+    ) -> AbstractContextManager[None]:
         """Run the modules over the states of rows in one pass, as `RowStates.plan` plans it."""
         plan = states.plan(starts, counts, first)
-        before = {module: vars(module).get("forward") for module in self.modules}
-        for module in self.modules:
-            vars(module)["forward"] = partial(self._pass, module, module.forward, states.of(module), plan)
-        try:
-            yield
-        finally:
-            for module, forward in before.items():
-                if forward is None:
-                    del vars(module)["forward"]
-                else:
-                    vars(module)["forward"] = forward
+        return replaced((m, "forward", partial(self._pass, m, m.forward, states.of(m), plan)) for m in self.modules)
 
     def _pass(
         self,

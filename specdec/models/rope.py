@@ -11,8 +11,7 @@ of a row may straddle the switch (`Runner.before_switch`), and a row that reache
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from specdec.errors import SpecdecError
+from specdec.models.replaced import replaced
 
 LONG = "longrope"
 
@@ -63,17 +63,11 @@ class RowRope:
         self.switch = switch
         self.modules = {m: _Both(m, switch) for m in model.modules() if _is_long(getattr(m, "rope_type", None))}
 
-    @contextmanager
-    def on(self, long: Tensor) -> Iterator[None]:
+    def on(self, long: Tensor) -> AbstractContextManager[None]:
         """Rotate the rows of a pass with long factors where `long` [B] is True."""
-        for module, both in self.modules.items():
+        for both in self.modules.values():
             both.long = long
-            vars(module)["forward"] = both
-        try:
-            yield
-        finally:
-            for module in self.modules:
-                vars(module).pop("forward", None)
+        return replaced((module, "forward", both) for module, both in self.modules.items())
 
 
 def _is_long(kinds: Any) -> bool:
