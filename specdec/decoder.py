@@ -18,7 +18,7 @@ from specdec.decoding.acceptance import find_rule
 from specdec.decoding.call import Call
 from specdec.decoding.live import LiveCall, check_live
 from specdec.decoding.prompts import TextStream, chat_rows, encode_prompts, plain_prompts, prompt_names
-from specdec.decoding.provenance import WeightHash, hash_template
+from specdec.decoding.provenance import hash_template
 from specdec.decoding.result import Generation, Round
 from specdec.decoding.validation import check_rule
 from specdec.device.ambient import Steps, pinned
@@ -103,7 +103,6 @@ class SpeculativeDecoder:
         self.reader = self.target.reader = HostReader(self.ranks)
         if self.draft is not None:
             self.draft.reader = self.reader
-        self._hashes = {role: WeightHash(r.model) for role, r in self._runners().items()}
         self._kept: KeptRows | None = None
         self._kept_chain: Chain | None = None
         self._kept_states: dict[str, ModelState] = {}

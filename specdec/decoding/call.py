@@ -13,7 +13,7 @@ from specdec.config import UNSET, GenerationSettings, as_list, plain_ids
 from specdec.decoding.acceptance import find_rule
 from specdec.decoding.admission import NO_TEXT
 from specdec.decoding.engine import Engine
-from specdec.decoding.provenance import adapters, device_name, hash_ids, versions
+from specdec.decoding.provenance import adapters, device_name, hash_ids, versions, weight_hash
 from specdec.decoding.result import Generation, Round
 from specdec.decoding.row import Row, StopRules
 from specdec.decoding.shard import Shard
@@ -364,7 +364,7 @@ class Call:
             "dtypes": {role: str(r.dtype) for role, r in decoder._runners().items()},
             "kv_cache_dtype": decoder.target.kv_cache_dtype,
             "models": {role: model_name(r.model) for role, r in decoder._runners().items()},
-            "weights": {role: h.get() for role, h in decoder._hashes.items()},
+            "weights": {role: weight_hash(r.model) for role, r in decoder._runners().items()},
             "adapters": {role: adapters(r.view.model) for role, r in decoder._runners().items()},
             "dropped_state": self.changed,
             "prompts": [hash_ids(row.prompt) for row in self.rows],

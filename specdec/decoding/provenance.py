@@ -27,38 +27,32 @@ _PLAIN = (bool, int, float, str, type(None))
 _BOOKKEEPING = ("training", "_is_hf_initialized")
 
 
-class WeightHash:
-    """A short hash of what a model computes with.
+def weight_hash(model: nn.Module) -> str:
+    """Make a short hash of what a model computes with, 16 hex digits.
 
     It covers names, shapes, dtypes and evenly spaced values of the parameters, and what is set on modules that are not
     torch's or transformers' own, such as adapters. It tells checkpoints, adapters and training steps apart; it is no
     proof against tampering. Of weights that are spread over processes it covers all parts, and is another hash than
     that of the same weights on one device.
     """
-
-    def __init__(self, model: nn.Module):
-        self.model = model
-
-    def get(self) -> str:
-        """Compute the hash, 16 hex digits."""
-        digest, modules = hashlib.sha256(), dict(self.model.named_modules())
-        samples: dict[torch.device, list[Tensor]] = {}
-        for name, tensor in _weights(modules):
-            digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-            if is_traceable_wrapper_subclass(tensor):
-                digest.update(f"{type(tensor).__name__}{getattr(tensor, 'act_quant_kwargs', None)}".encode())
-            for part in parts_of(tensor.detach()):
-                if not part.is_meta:
-                    samples.setdefault(part.device, []).append(_sampled(part))
-        for device, found in samples.items():
-            # Values of one dtype are converted together: a model has hundreds of tensors, and a call waits for this.
-            runs = [torch.cat(list(run)).to(torch.float32) for _, run in groupby(found, lambda t: t.dtype)]
-            with sync_allowed(device):
-                digest.update(torch.cat(runs).cpu().numpy().tobytes())
-        for setting in _settings(modules):
-            digest.update(setting.encode())
-        parts = Ranks.of(self.model).all(digest.hexdigest())
-        return parts[0][:16] if len(parts) == 1 else hashlib.sha256("".join(parts).encode()).hexdigest()[:16]
+    digest, modules = hashlib.sha256(), dict(model.named_modules())
+    samples: dict[torch.device, list[Tensor]] = {}
+    for name, tensor in _weights(modules):
+        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+        if is_traceable_wrapper_subclass(tensor):
+            digest.update(f"{type(tensor).__name__}{getattr(tensor, 'act_quant_kwargs', None)}".encode())
+        for part in parts_of(tensor.detach()):
+            if not part.is_meta:
+                samples.setdefault(part.device, []).append(_sampled(part))
+    for device, found in samples.items():
+        # Values of one dtype are converted together: a model has hundreds of tensors, and a call waits for this.
+        runs = [torch.cat(list(run)).to(torch.float32) for _, run in groupby(found, lambda t: t.dtype)]
+        with sync_allowed(device):
+            digest.update(torch.cat(runs).cpu().numpy().tobytes())
+    for setting in _settings(modules):
+        digest.update(setting.encode())
+    parts = Ranks.of(model).all(digest.hexdigest())
+    return parts[0][:16] if len(parts) == 1 else hashlib.sha256("".join(parts).encode()).hexdigest()[:16]
 
 
 def _weights(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:

@@ -20,7 +20,7 @@ import torch
 
 from specdec.decoder import SpeculativeDecoder
 from specdec.decoding.prompts import encode_prompts
-from specdec.decoding.provenance import WeightHash
+from specdec.decoding.provenance import weight_hash
 from specdec.decoding.shard import Shard
 from specdec.errors import SpecdecError
 from specdec.files.forms import WHOLE, check
@@ -57,7 +57,7 @@ class Plan:
         held = held_out(len(ids), data)
         rows = [(row, i in held) for i, row in enumerate(ids) for n in range(data.samples) if not (n and i in held)]
         settings = {"max_new_tokens": data.max_new_tokens, "temperature": data.temperature, "seed": data.seed}
-        said = {"target": WeightHash(target).get(), "prompts": [row for row, _ in rows], "settings": settings}
+        said = {"target": weight_hash(target), "prompts": [row for row, _ in rows], "settings": settings}
         return Plan([row for row, _ in rows], [h for _, h in rows], content_hash(said))
 
 

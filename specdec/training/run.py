@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 
 from specdec.decoder import SpeculativeDecoder
-from specdec.decoding.provenance import WeightHash
+from specdec.decoding.provenance import weight_hash
 from specdec.decoding.shard import Shard
 from specdec.files.texts import check_writable, writing
 from specdec.models.loading import LoadedPair
@@ -45,7 +45,7 @@ def run_training(config: TrainingConfig, kind: str, advance: Advance, part: Shar
         return None
     task = make_task(kind, config, target, pair.tokenizer, answers[0])
     task.module.to(accelerator.device)
-    weights = WeightHash(target).get()
+    weights = weight_hash(target)
     with accelerator.main_process_first():
         train, held = (_source(config, Live(target, task.layers, part), weights, advance) for part in answers)
     evaluation = Evaluation(config, task, target, pair.tokenizer, answers[1], held)

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import GenerationConfig
 
 import specdec
-from specdec.decoding.provenance import WeightHash
+from specdec.decoding.provenance import weight_hash
 from specdec.errors import SpecdecError
 from tests.helpers.playing import counting_passes, generated_by_transformers, weaker
 from tests.helpers.recording import Rerun
@@ -386,7 +386,7 @@ def test_the_hash_of_weights_notices_every_kind_of_write() -> None:
 
 
 def tiny_hash() -> str:
-    return WeightHash(tiny_model("llama")).get()
+    return weight_hash(tiny_model("llama"))
 
 
 def test_hooks_of_the_whole_model_cost_nothing_that_is_kept() -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import specdec
-from specdec.decoding.provenance import WeightHash
+from specdec.decoding.provenance import weight_hash
 from specdec.errors import SpecdecError
 from specdec.models.attention import MaskBuilder
 from specdec.models.kv_cache import RaggedCache
@@ -186,7 +186,7 @@ def test_quantised_weights_are_hashed_and_watched(kind: str) -> None:
         return layer.weight if kind == "packed bytes" else layer.qweight
 
     a, b = (WEIGHTS_ONLY[kind](tiny_model("llama", seed=seed)) for seed in (0, 1))
-    assert WeightHash(a).get() == WeightHash(WEIGHTS_ONLY[kind](tiny_model("llama"))).get() != WeightHash(b).get()
+    assert weight_hash(a) == weight_hash(WEIGHTS_ONLY[kind](tiny_model("llama"))) != weight_hash(b)
     dec = specdec.SpeculativeDecoder(a, strategies=[], check=False)
     text = [*PROMPT, *dec.generate([PROMPT], 6, keep_state=True).token_ids[0]]
     values(a).data.copy_(values(b))

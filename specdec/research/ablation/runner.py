@@ -23,7 +23,7 @@ import torch
 from specdec.config import PairConfig
 from specdec.decoder import SpeculativeDecoder
 from specdec.decoding.prompts import encode_prompts
-from specdec.decoding.provenance import hash_ids, hash_template, versions
+from specdec.decoding.provenance import hash_ids, hash_template, versions, weight_hash
 from specdec.decoding.result import Generation
 from specdec.decoding.shard import Shard
 from specdec.decoding.validation import check_places
@@ -168,7 +168,7 @@ class _Run:
 
     def _load(self, models: PairConfig, cells: Sequence[Cell], shelf: Shelf) -> _Loaded:
         decoder = shelf.decoder(models, cells)
-        weights = {role: h.get() for role, h in decoder._hashes.items()}
+        weights = {role: weight_hash(r.model) for role, r in decoder._runners().items()}
         encoded = {p.id: encode(p, decoder, self.plan.config) for p in self.plan.prompts if p.turn == 1}
         templated = with_template(decoder.tokenizer, self.plan.config.data.chat)
         return _Loaded(decoder, weights, encoded, hash_template(decoder.tokenizer) if templated else None)
