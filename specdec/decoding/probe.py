@@ -134,12 +134,14 @@ class Probe:
 
 def details_of(
     values: list[Any], slot: int, nodes: Sequence[int], columns: Sequence[int], emitted: int, has_q: bool
-) -> RoundDetails:
-    """Pick one row's details from `values`, the tensors of `Probe.tensors` as lists.
+) -> RoundDetails | None:
+    """Pick one row's details from `values`, the tensors of `Probe.tensors` as lists; None if there are none.
 
     nodes, columns: the round's drafted tokens and columns in the pass
     emitted: how many tokens the round emitted
     """
+    if not values:
+        return None
     rank, expected, entropy, top_ids, top, emitted_p, emitted_rank, emitted_column, *of_q = (v[slot] for v in values)
     known = has_q and bool(of_q)
     place = {column: i for i, column in enumerate(columns)}

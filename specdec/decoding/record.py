@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specdec.decoding.probe import RoundDetails, details_of
+from specdec.decoding.probe import details_of
 from specdec.decoding.result import Round
 from specdec.decoding.row import Row, RowVerdict
 from specdec.decoding.verify_result import VerifyResult
@@ -40,6 +40,8 @@ def record_round(
         nodes = [node for node in nodes if node not in row.missing]
         place = {-1: -1} | {node: i for i, node in enumerate(nodes)}
     assert result.p is not None and result.q is not None
+    columns = [0, *(n + 1 for n in nodes)][: result.limit]
+    details = details_of(result.details, slot, nodes, columns, len(emitted), draft.q is not None)
     tokenizer = row.stops.tokenizer
     return Round(
         row=row.index,
@@ -56,12 +58,5 @@ def record_round(
         finish_reason=row.finish_reason,
         parents=None if parents is None else [place[parents[n]] for n in nodes],
         path=None if parents is None else [place[n] for n in path],
-        details=_details(result, slot, nodes, len(emitted), draft),
+        details=details,
     )
-
-
-def _details(result: VerifyResult, slot: int, nodes: Sequence[int], emitted: int, draft: Draft) -> RoundDetails | None:
-    if not result.details:
-        return None
-    columns = [0, *(n + 1 for n in nodes)][: result.limit]
-    return details_of(result.details, slot, nodes, columns, emitted, draft.q is not None)

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from specdec.device.buffers import Buffers
 from specdec.device.host_read import HostReader
 from specdec.drafters.base import RowSampling, proposal_distribution
-from specdec.drafters.planned_tree import LevelPasses, TreeRows
+from specdec.drafters.planned_tree import LevelPasses
 from specdec.drafters.siblings import LEAST, best_children, best_siblings, node_streams, sampled_children
 from specdec.models.trees import MISSING, path_to
 from specdec.sampling.processors import Texts
@@ -126,9 +126,10 @@ class Branches:
         self.sampled = sampling is not None and sampling.sampled
         self.q: Tensor | None = None  # [B, N, V]
 
-    def grow(self, rows: TreeRows, logits: Tensor, levels: Tensor, passes: LevelPasses) -> BranchedTrees:
+    def grow(self, rows: Any, logits: Tensor, levels: Tensor, passes: LevelPasses) -> BranchedTrees:
         """Grow trees.
 
+        rows: as in `PlanInputs`
         logits [B, V_draft]: after the newest token
         levels [B]: most levels of each row's tree, 0 = none
         """
@@ -151,9 +152,7 @@ class Branches:
         tokens = torch.where(short[:, None], MISSING, grown.tokens)
         return BranchedTrees(tokens, grown.parents, torch.where(short, 0, grown.total), self.q)
 
-    def _add(
-        self, rows: TreeRows, grown: Growing, wide: Tensor, left: Tensor, level: int
-    ) -> tuple[Growing, Tensor, Tensor]:
+    def _add(self, rows: Any, grown: Growing, wide: Tensor, left: Tensor, level: int) -> tuple[Growing, Tensor, Tensor]:
         """Add a level of children that processors have a say in, or that are sampled, as `add_best` does."""
         shape, sampling = self.shape, self.sampling
         scores = wide.float() if sampling is None else sampling.sampling.scores(wide, self._read(grown))

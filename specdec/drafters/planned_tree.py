@@ -47,20 +47,6 @@ class LevelPasses(Protocol):
         ...
 
 
-class TreeRows(Protocol):
-    """What is known of the rows whose trees grow: `keys` [B] of their random numbers, `positions` [B] of the first
-    drafted token, and `tokens` [B, W] that they are caught up with."""
-
-    @property
-    def keys(self) -> Tensor: ...
-
-    @property
-    def positions(self) -> Tensor: ...
-
-    @property
-    def tokens(self) -> Tensor: ...
-
-
 class TreeKey(NamedTuple):
     """What is fixed in the recorded growth of trees.
 
@@ -134,8 +120,12 @@ class PlanShape:
 
 @dataclass(frozen=True)
 class PlanInputs(Buffers):
-    """What a round's recorded function reads: the rows (`TreeRows`), the shape's table, and for processors that read
-    texts the shape's paths."""
+    """What a round's recorded function reads.
+
+    rows: what is known of the rows: `keys` [B] of their random numbers, `positions` [B] of the first drafted token, and
+        `tokens` [B, W] that they are caught up with
+    table: the shape's; on_path: its paths, for processors that read texts
+    """
 
     rows: Any
     table: Tensor | None = None

@@ -52,37 +52,25 @@ class ModelFacts:
     @staticmethod
     def from_config(role: str, name: str, config: Any, dtype: torch.dtype | None, device: str) -> ModelFacts:
         """Count parameters on a model that has no storage."""
-        text = config.get_text_config()
         try:
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(config)
         except Exception as error:  # anything that transformers trips over in a configuration
             raise SpecdecError(f"{role} {name}: its config.json makes no model: {said(error)}") from None
-        return ModelFacts._of(role, name, model, text, dtype or model.dtype, device)
+        return ModelFacts._of(role, name, model, dtype or model.dtype, device)
 
     @staticmethod
     def from_module(role: str, model: Any) -> ModelFacts:
-        return ModelFacts._of(
-            role, type(model).__name__, model, model.config.get_text_config(), model.dtype, str(model.device)
-        )
+        return ModelFacts._of(role, type(model).__name__, model, model.dtype, str(model.device))
 
     @staticmethod
-    def _of(role: str, name: str, model: Any, text: Any, dtype: torch.dtype, device: str) -> ModelFacts:
-        parameters = sum(p.numel() for p in model.parameters())
-        stored = sum(p.numel() * p.element_size() for p in model.parameters())
-        on_meta = any(p.is_meta for p in model.parameters())
-        return ModelFacts(
-            role,
-            name,
-            text.model_type,
-            parameters,
-            parameters * dtype.itemsize if on_meta else stored,
-            text.vocab_size,
-            context_length(text),
-            str(dtype).removeprefix("torch."),
-            device,
-            text,
-        )
+    def _of(role: str, name: str, model: Any, dtype: torch.dtype, device: str) -> ModelFacts:
+        text, weights = model.config.get_text_config(), list(model.parameters())
+        count, on_meta = sum(p.numel() for p in weights), any(p.is_meta for p in weights)
+        stored = count * dtype.itemsize if on_meta else sum(p.numel() * p.element_size() for p in weights)
+        named = str(dtype).removeprefix("torch.")
+        sizes = count, stored, text.vocab_size, context_length(text)
+        return ModelFacts(role, name, text.model_type, *sizes, named, device, text)
 
     @property
     def states_context(self) -> bool:
