@@ -222,9 +222,15 @@ _NEUTRAL: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": None, "typical_p"
 
 
 def build_sampling(
-    model: Any, fields: dict[str, Any], temperature: float, eos: Sequence[int], given: Sequence[Any], allowed: Any,
-    device: torch.device, returned: int = 1,
-) -> Sampling:  # fmt: skip
+    model: Any,
+    fields: dict[str, Any],
+    temperature: float,
+    eos: Sequence[int],
+    given: Sequence[Any],
+    allowed: Any,
+    device: torch.device,
+    returned: int = 1,
+) -> Sampling:
     """Build a call's `Sampling` from options that config.py has checked.
 
     model: in whose name transformers makes the processors
