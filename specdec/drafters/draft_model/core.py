@@ -64,7 +64,6 @@ class DraftCore:
     """
 
     feeds_last = False  # whether the last drafted token of a round is fed as well
-    records = True  # whether draft steps are recorded, where passes are
 
     def __init__(
         self,
@@ -215,7 +214,7 @@ class DraftCore:
         def function(given: StepInputs) -> Proposal:
             return self.steps(key, sampling, given, requests)
 
-        recorded = self.records and recordable(sampling)
+        recorded = recordable(sampling) and self.source is None
         proposal = self.runner.run(self.cache, key, inputs, function) if recorded else function(inputs)
         self.passes += proposal.tokens.shape[1]
         self.outstanding.update({r.row: proposal.tokens.shape[1] for r in requests})

@@ -37,7 +37,7 @@ class TranslatingDrafter(CoreDrafter):
             wanted = f"translate={self.settings.translate!r}"
             raise SpecdecError(f"draft-model with {wanted} needs a draft model and both tokenizers")
         self._core = DraftCore(context.draft_runner, context.batch, draft_capacity(context.capacity))
-        self._core.records, self._core.excluded = False, None
+        self._core.excluded = None  # no id of the draft's comes into the text
         self._texts: dict[int, str] = {}  # row -> the target's text
 
     def begin(self, row: int, prompt: Tokens) -> None:
@@ -70,8 +70,8 @@ class TranslatingDrafter(CoreDrafter):
         self, requests: Sequence[DraftRequest], work: Sequence[DraftRequest], limits: Mapping[int, int]
     ) -> list[Draft]:
         """Draft for the rows of `work`, which are in the draft's ids; limits: row -> most tokens of the draft's."""
-        stops = Stops(0.0, 0, None)
-        proposal = self._core.propose(work, max(limits.values()), stops, self._core.runner.vocab_size)
+        k = self._core.recorded_steps(max(limits.values()), self.settings.n_max)
+        proposal = self._core.propose(work, k, Stops(0.0, 0, None), self._core.runner.vocab_size)
         assert self.context.reader is not None
         [written] = self.context.reader.read(proposal.tokens)
         return [Draft(self._back(r, written[r.row][: limits[r.row]]), drafter=self.name) for r in requests]
