@@ -23,7 +23,7 @@ from specdec.decoding.verify_pass import Wanted
 from specdec.device.ambient import Steps
 from specdec.device.memory import explaining, is_out_of_memory, size
 from specdec.drafters.base import DraftContext
-from specdec.drafters.chain import build_chain
+from specdec.drafters.chain import Chain, build_chain
 from specdec.drafters.costs import as_costs, costs_for
 from specdec.drafters.length import LengthController, automatic, unlimited
 from specdec.drafters.policies import LengthPolicy, PolicyLengths, draft_length, find_policy
@@ -58,7 +58,8 @@ class Call:
         templates: Sequence[str | None],
     ):
         self.decoder, self.drafters, self.record, self.top = decoder, drafters, False, 0
-        self.facts = {role: runner.facts for role, runner in decoder._runners().items()}
+        self.runners = decoder._runners()
+        self.facts = {role: runner.facts for role, runner in self.runners.items()}
         self.is_open = False  # it has a cache, which it gives back once
         self.states: dict[str, ModelState] = {}  # of the models when the call began, if anything is kept
         self.phase = "the beginning of the call"  # in which memory ran out
@@ -67,54 +68,54 @@ class Call:
         self.rule = find_rule(settings.acceptance)
         self.exact = decoder.resolve_exact(settings.exact, drafters)
         self.settings = settings = replace(settings, seed=decoder.ranks.agreed(_fresh_seed(settings.seed)))
-        self.policy = find_policy(settings.length_policy)
-        wanted = draft_length(self.policy, settings.draft_length)
-        self.automatic = automatic(drafters, wanted, default_chain)
-        self.costs = None
-        self.sets_lengths = any(self.automatic) and not isinstance(self.policy, LengthPolicy)
-        if self.sets_lengths or any(d.sizes_trees for d in drafters):
-            given = as_costs(settings.costs) or decoder.costs
-            self.costs = costs_for(drafters, self.automatic, given, decoder.target, decoder.draft)
-        self.stops = stops = self.stop_rules(settings)
-        keys = _row_keys(settings, len(prompts))
-        n = settings.num_return_sequences
-        self.templates = [template for template in templates for _ in range(n)]
+        self._choose_lengths(default_chain)
+        stops, keys, n = self.stop_rules(settings), _row_keys(settings, len(prompts)), settings.num_return_sequences
         self.rows = [Row(i, list(prompts[i // n]), key, stops) for i, key in enumerate(keys)]
         settings.check_ids(decoder.target.vocab_size)
-        own = as_list(settings.logits_processor)
-        if own and self.rows:
-            check_processors(own, self.rows[0].prompt, decoder.target.vocab_size, decoder.target.device)
-            own = self._by_row(own)
-        with naming_processors(settings):
-            self.sampling = build_sampling(
-                decoder.target.model,
-                settings.fields,
-                settings.temperature,
-                sorted(t for t in stops.eos if 0 <= t < decoder.target.vocab_size),
-                own,
-                settings.prefix_allowed_tokens_fn,
-                decoder.target.device,
-                settings.num_return_sequences,
-            )
-            if self.sampling.row_processors is not None and self.rows:
-                self.sampling.row_processors(0, self.rows[0].prompt, settings.max_new_tokens)  # bad values fail now
+        self._make_sampling(stops)
         asked = [(row.prompt, row.key) for row in self.rows], settings.to_dict(), [d.name for d in drafters]
         decoder.ranks.check_same("prompts, seeds or options", asked)
         self.capacity = max((len(row.ids) - 1 for row in self.rows), default=1)
-        whole = len(self.rows)
-        self._take_part(Shard.parse(settings.shard))
+        whole, shard = len(self.rows), Shard.parse(settings.shard)
+        self.rows = [row for row in self.rows if shard.has(row.index // n)]
+        self.templates = [templates[row.index // n] for row in self.rows]
         # In exact mode a part has the passes that the whole would have.
         slots = whole if self.exact else len(self.rows)
         self.batch = min(settings.batch_size or DEFAULT_BATCH, max(1, slots))
 
-    def _take_part(self, shard: Shard) -> None:
-        """Keep the rows of a shard's prompts."""
-        n = self.settings.num_return_sequences
-        mine = [row for row in self.rows if shard.has(row.index // n)]
-        self.rows, self.templates = mine, [self.templates[row.index] for row in mine]
+    def _choose_lengths(self, default_chain: bool) -> None:
+        """Settle which strategies' lengths are chosen, by what, and from which costs."""
+        settings, decoder, drafters = self.settings, self.decoder, self.drafters
+        self.policy = find_policy(settings.length_policy)
+        self.automatic = automatic(drafters, draft_length(self.policy, settings.draft_length), default_chain)
+        self.sets_lengths = any(self.automatic) and not isinstance(self.policy, LengthPolicy)
+        self.costs = None
+        if self.sets_lengths or any(d.sizes_trees for d in drafters):
+            given = as_costs(settings.costs) or decoder.costs
+            self.costs = costs_for(drafters, self.automatic, given, decoder.target, decoder.draft)
+
+    def _make_sampling(self, stops: StopRules) -> None:
+        """Make the processors, and try the user's out. Raises SpecdecError for those that cannot work."""
+        settings, target, own = self.settings, self.decoder.target, as_list(self.settings.logits_processor)
+        if own and self.rows:
+            check_processors(own, self.rows[0].prompt, target.vocab_size, target.device)
+            own = self._by_row(own)
+        with naming_processors(settings):
+            self.sampling = build_sampling(
+                target.model,
+                settings.fields,
+                settings.temperature,
+                sorted(t for t in stops.eos if 0 <= t < target.vocab_size),
+                own,
+                settings.prefix_allowed_tokens_fn,
+                target.device,
+                settings.num_return_sequences,
+            )
+            if self.sampling.row_processors is not None and self.rows:
+                self.sampling.row_processors(0, self.rows[0].prompt, settings.max_new_tokens)  # bad values fail now
 
     def _parse_adapter(self, role: str, settings: GenerationSettings) -> Chosen:
-        runner = self.decoder._runners().get(role)
+        runner = self.runners.get(role)
         wanted = settings.adapter if role == "target" else settings.draft_adapter
         if runner is not None:
             return parse_choice(runner.model, wanted, role)
@@ -124,7 +125,7 @@ class Call:
 
     def _choose_adapters(self) -> None:
         """Choose the call's adapters: another call may have chosen others meanwhile."""
-        for role, runner in self.decoder._runners().items():
+        for role, runner in self.runners.items():
             runner.choose_adapters(self.chosen[role])
 
     def _by_row(self, processors: Sequence[Any]) -> list[Any]:
@@ -165,7 +166,7 @@ class Call:
         """Let go of everything that the call has allocated."""
         self.phase = self.engine.clock.entered
         self.engine.chain.close()
-        for runner in self.decoder._runners().values():
+        for runner in self.runners.values():
             runner.pool.idle = None
         del self.engine
 
@@ -178,7 +179,7 @@ class Call:
         ways = [f"batch_size={max(1, int(rows * share))}"] if rows > 1 else []
         if int(tokens * share) > 1:
             ways.append(f"{int(tokens * share)} tokens a row, prompt and max_new_tokens together")
-        if any(runner.graphs is not None for runner in self.decoder._runners().values()):
+        if any(runner.graphs is not None for runner in self.runners.values()):
             ways.append('compile="off"')
         ways.append("weights of fewer bits")
         weights = size(sum(model.weight_bytes for model in models))
@@ -199,7 +200,7 @@ class Call:
 
     def _check_models(self) -> None:
         """Raise SpecdecError if a model has changed form since the call was made: its caches would not fit."""
-        for role, runner in self.decoder._runners().items():
+        for role, runner in self.runners.items():
             if runner.facts != self.facts[role] or runner.measure() != self.facts[role]:
                 raise SpecdecError(
                     f"the {role}'s device, dtype, vocabulary, context or number of layers has changed since this call "
@@ -209,11 +210,11 @@ class Call:
     def _what_is_kept(self) -> tuple[KeptRows | None, dict[str, Any]]:
         """Return what an earlier call kept, if the models are still those that made it: rows, and drafters by label."""
         decoder = self.decoder
-        self.states = {role: ModelState(runner.view) for role, runner in decoder._runners().items()}
+        self.states = {role: ModelState(runner.view) for role, runner in self.runners.items()}
         if decoder._kept is None or decoder._kept_chain is None:
             return None, {}
         self.changed = [role for role, state in self.states.items() if decoder._kept_states.get(role) != state]
-        drafters = dict(zip(decoder._kept_chain.labels, decoder._kept_chain.drafters, strict=True))
+        drafters = decoder._kept_chain.by_label
         if "target" in self.changed:
             drafters = {label: d for label, d in drafters.items() if d.observed_layers is None}
         if "draft" in self.changed:
@@ -226,14 +227,9 @@ class Call:
         self._check_models()
         self._choose_adapters()
         kept, previous = self._what_is_kept() if self.settings.keep_state else (None, {})
-        trees = [d.tree_nodes + 1 for d in self.drafters if d.makes_trees]
-        columns = max(self.settings.verify_width or 0, *trees, 0)
-        shapes = Shapes.choose(target.device, self.exact, target.pool.room(self.capacity), columns)
-        asked = decoder.exact if self.settings.exact is UNSET else self.settings.exact
-        if self.exact and (asked != "auto" or self.settings.shard is not None):
-            shapes = replace(shapes, together=0)  # no prompt's bits depend on which others the call or part begins with
+        shapes = self._shapes()
         # A tree's nodes lie side by side in slots that a chain of the same depth would not need.
-        spare = shapes.verify_width if trees else 0
+        spare = shapes.verify_width if any(d.makes_trees for d in self.drafters) else 0
         cache = target.lease(self.batch, self.capacity + spare)
         context = DraftContext(
             batch=self.batch,
@@ -252,21 +248,13 @@ class Call:
             shapes=shapes,
             keeps_text=self.rule.keeps_text(self.sampling.greedy),
         )
-        longest = shapes.verify_width - 1
-        drafters = [unlimited(d, longest) if a else d for d, a in zip(self.drafters, self.automatic, strict=True)]
         try:
-            chain = build_chain(drafters, context)
-            if isinstance(self.policy, LengthPolicy):
-                chain.lengths = PolicyLengths(chain.drafters, self.policy, self.automatic, longest)
+            chain = self._chain(context, shapes)
         except BaseException:  # a strategy may refuse the target; what was recorded for the cache is not lost
             target.pool.give_back(cache)
             raise
-        if self.sets_lengths:
-            assert self.costs is not None
-            kind = LengthController if self.policy in (None, "fixed") else self.policy
-            chain.lengths = kind(chain.drafters, self.automatic, self.costs, shapes, self.batch, context.keeps_text)
         self.reads_before = decoder.reader.count
-        self.recorded_before = {role: r.recorded for role, r in decoder._runners().items()}
+        self.recorded_before = {role: r.recorded for role, r in self.runners.items()}
         self.started = time.perf_counter()
         logprobs = self.settings.output_logprobs
         likely = 0 if isinstance(logprobs, bool) else logprobs
@@ -283,6 +271,29 @@ class Call:
             observed=chain.observed_layers,
         )
         self.engine = Engine(verifier, chain, self.rows, kept)
+
+    def _shapes(self) -> Shapes:
+        """Choose the passes of the call."""
+        target, trees = self.decoder.target, [d.tree_nodes + 1 for d in self.drafters if d.makes_trees]
+        columns = max(self.settings.verify_width or 0, *trees, 0)
+        shapes = Shapes.choose(target.device, self.exact, target.pool.room(self.capacity), columns)
+        asked = self.decoder.exact if self.settings.exact is UNSET else self.settings.exact
+        if self.exact and (asked != "auto" or self.settings.shard is not None):
+            shapes = replace(shapes, together=0)  # no prompt's bits depend on which others the call or part begins with
+        return shapes
+
+    def _chain(self, context: DraftContext, shapes: Shapes) -> Chain:
+        """Make the chain of the call, with what chooses its lengths."""
+        longest = shapes.verify_width - 1
+        drafters = [unlimited(d, longest) if a else d for d, a in zip(self.drafters, self.automatic, strict=True)]
+        chain = build_chain(drafters, context)
+        if isinstance(self.policy, LengthPolicy):
+            chain.lengths = PolicyLengths(chain.drafters, self.policy, self.automatic, longest)
+        if self.sets_lengths:
+            assert self.costs is not None
+            kind = LengthController if self.policy in (None, "fixed") else self.policy
+            chain.lengths = kind(chain.drafters, self.automatic, self.costs, shapes, self.batch, context.keeps_text)
+        return chain
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if not self.is_open:
@@ -328,14 +339,10 @@ class Call:
     def warn(self, stats: Stats) -> list[str]:
         """Name, in one warning, the strategies that contributed nothing; returns its sentences."""
         useless = stats.hardly_accepted().items()
-        found = [_warning(name, tally, self._drafter(name)) for name, tally in useless]
+        found = [_warning(name, tally, self.engine.chain.by_label[name]) for name, tally in useless]
         if found:
             warnings.warn(" ".join(found), DraftWarning, stacklevel=4)
         return found
-
-    def _drafter(self, label: str) -> Any:
-        chain = self.engine.chain
-        return chain.drafters[chain.labels.index(label)]
 
     def result(self) -> Generation:
         self.raise_if_failed()
@@ -357,15 +364,14 @@ class Call:
         )
 
     def _provenance(self) -> dict[str, Any]:
-        decoder = self.decoder
         return {
             "versions": versions(),
-            "devices": {role: device_name(r.device) for role, r in decoder._runners().items()},
-            "dtypes": {role: str(r.dtype) for role, r in decoder._runners().items()},
-            "kv_cache_dtype": decoder.target.kv_cache_dtype,
-            "models": {role: model_name(r.model) for role, r in decoder._runners().items()},
-            "weights": {role: weight_hash(r.model) for role, r in decoder._runners().items()},
-            "adapters": {role: adapters(r.view.model) for role, r in decoder._runners().items()},
+            "devices": {role: device_name(r.device) for role, r in self.runners.items()},
+            "dtypes": {role: str(r.dtype) for role, r in self.runners.items()},
+            "kv_cache_dtype": self.decoder.target.kv_cache_dtype,
+            "models": {role: model_name(r.model) for role, r in self.runners.items()},
+            "weights": {role: weight_hash(r.model) for role, r in self.runners.items()},
+            "adapters": {role: adapters(r.view.model) for role, r in self.runners.items()},
             "dropped_state": self.changed,
             "prompts": [hash_ids(row.prompt) for row in self.rows],
             "chat_templates": self.templates,
@@ -377,14 +383,10 @@ class Call:
             "draft_length": ["auto" if a else "given" for a in self.automatic],
             "costs": None if self.costs is None else self.costs.to_dict(),
             "exact": self.exact,
-            "fused": {role: len(r.fusion) for role, r in decoder._runners().items() if r.fusion is not None},
-            "compile": {role: r.compile_report(self.recorded_before[role]) for role, r in decoder._runners().items()},
+            "fused": {role: len(r.fusion) for role, r in self.runners.items() if r.fusion is not None},
+            "compile": {role: r.compile_report(self.recorded_before[role]) for role, r in self.runners.items()},
             "batch": self.batch,
-            "overlap": {
-                label: d.overlapped
-                for label, d in zip(self.engine.chain.labels, self.engine.chain.drafters, strict=True)
-                if d.overlapped
-            },
+            "overlap": {label: d.overlapped for label, d in self.engine.chain.by_label.items() if d.overlapped},
             "resumed": self.engine.verifier.resumed_report(),
             "lossy": self.rule.lossy,
         }

@@ -46,6 +46,7 @@ class Chain:
         self.drafters: list[Drafter] = [as_drafter(d) for d in drafters]
         self.separate = separate  # see DraftContext
         self.labels = _labels(self.drafters)
+        self.by_label = dict(zip(self.labels, self.drafters, strict=True))
         self.counters = {label: Counters() for label in self.labels}
         self.observers = [d for d in self.drafters if d.observed_layers is not None]
         self.reader = reader or HostReader()
@@ -60,7 +61,7 @@ class Chain:
             self.lengths.begin(row)
         if self.separate:
             self.winner.pop(row, None)
-        for drafter, label in zip(self.drafters, self.labels, strict=True):
+        for label, drafter in self.by_label.items():
             started = time.perf_counter()
             drafter.begin(row, prompt)
             self.counters[label].n_call_begin += 1
@@ -75,7 +76,7 @@ class Chain:
             for r in requests:  # a strategy that is passed over has no round to answer for
                 self.winner.pop(r.row, None)
                 self.drafted.pop(r.row, None)
-        for index, (drafter, label) in enumerate(zip(self.drafters, self.labels, strict=True)):
+        for index, (label, drafter) in enumerate(self.by_label.items()):
             if not waiting:
                 break
             asked = self._asked(index, {i: requests[i] for i in waiting})
