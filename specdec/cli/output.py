@@ -117,6 +117,8 @@ def progress(what: str, steps: int | None = None, unit: str = "") -> Iterator[An
 
         def advance(description: str | None = None) -> None:
             shown.update(task, advance=_counts(description), description=description or what)
+            if steps and shown.tasks[0].completed > steps:
+                shown.update(task, completed=steps)
 
         yield advance
 

@@ -52,6 +52,31 @@ def test_a_long_step_is_heard_of_and_a_short_run_is_silent(
     assert all(line.startswith("long: 1 of 2, one step, 0:") for line in said.splitlines())
 
 
+@pytest.mark.full
+def test_progress_counts_what_is_done_and_never_more_than_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended: list[tuple[str, int, int | None]] = []
+    leave = output.LogLines.__exit__
+
+    def noted(self: output.LogLines, *error: Any) -> None:
+        ended.append((self.what, self.done, self.steps))
+        leave(self, *error)
+
+    monkeypatch.setattr(output.LogLines, "__exit__", noted)
+    pair = save_pair(tmp_path)
+    made = {**GRID, "pairs": {"a": pair, "b": {**pair, "dtype": "bfloat16"}}, "prompts": ["a = 1"]}
+    (tmp_path / "a.yaml").write_text(json.dumps(made | {"generation": {"max_new_tokens": 2}}))
+    run("ablate", str(tmp_path / "a.yaml"), "--out", str(tmp_path / "out"))
+    assert ended == [("ablation", 10, 10)]  # two loads are no steps
+    with monkeypatch.context() as terminal:
+        terminal.setenv("FORCE_COLOR", "1")
+        with output.progress("two", 2) as advance:
+            for description in ("loading", *"abc"):
+                advance(description)
+    assert "3/2" not in capsys.readouterr().err
+
+
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     def working(*arguments: Any, **options: Any) -> None:
