@@ -16,16 +16,13 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
-import torch
 import yaml
 
 from specdec.errors import SpecdecError, unknown_name
+from specdec.files.fields import OWN_FIELDS, TEXT_FIELDS, WARPER_FIELDS, WIDEST, is_tensor
 from specdec.files.forms import MOST
 from specdec.files.own_code import search_folder
 from specdec.files.texts import read_yaml
-from specdec.models.passes import WIDEST
-from specdec.sampling.constraints import PrefixProcessor
-from specdec.sampling.sampling import OWN_FIELDS, TEXT_FIELDS, WARPER_FIELDS
 
 
 class _Unset:
@@ -197,8 +194,7 @@ class GenerationSettings:
                 _check_decay(value)
         for name in ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"):
             for value in as_list(getattr(self, name)):
-                stateful = name == "logits_processor" and isinstance(value, PrefixProcessor)
-                if not (callable(value) or stateful):
+                if not (callable(value) or (name == "logits_processor" and _is_stateful(value))):
                     raise SpecdecError(f"{name} must be callable, got {value!r}")
 
     def check_ids(self, vocab_size: int | None = None) -> None:
@@ -366,10 +362,16 @@ def _flattened(value: Any, name: str) -> list[int]:
     raise SpecdecError(f"{name}: expected token ids, got {value!r}")
 
 
+def _is_stateful(value: Any) -> bool:
+    from specdec.sampling.constraints import PrefixProcessor
+
+    return isinstance(value, PrefixProcessor)
+
+
 def plain_ids(value: Any) -> Any:
     """Token ids - one, or a list, set, range, array or tensor of them - as an int or a list of ints. Everything else is
     returned as it is, to be refused."""
-    if isinstance(value, torch.Tensor | np.ndarray):
+    if isinstance(value, np.ndarray) or is_tensor(value):
         return value.tolist()
     if isinstance(value, list | tuple | set | frozenset | range):
         return [plain_ids(part) for part in value]
@@ -391,7 +393,7 @@ def _check_biases(value: Any) -> None:
     pairs = value.items() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
     for pair in pairs:
         bias = pair[1] if isinstance(pair, list | tuple) and len(pair) > 1 else 0.0
-        if isinstance(bias, int | float) and not bias <= torch.finfo(torch.float32).max:
+        if isinstance(bias, int | float) and not bias <= np.finfo(np.float32).max:
             raise SpecdecError(f"sequence_bias: a bias must be a number of float32 or -inf, got {bias!r}")
 
 

@@ -36,6 +36,7 @@ rounds of a whole run.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -43,6 +44,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from specdec.errors import SpecdecError
+from specdec.files.fields import is_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -232,12 +234,12 @@ def pooled_acceptance_from_histogram(histogram: Values) -> float:
     return float(accepted.sum() / tested.sum()) if tested.sum() > 0 else float("nan")
 
 
-def _tokens_per_round(a: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    import torch
-
-    # log1p and expm1 keep full precision next to a = 1, where 1 - a^(k+1) cancels; xlog1py(0, -1) is 0 (an empty sum).
-    sum_of_powers = -torch.expm1(torch.special.xlog1py(k + 1.0, a - 1.0)) / (1.0 - a)
-    return torch.where(a == 1.0, k + 1.0, sum_of_powers)
+def _tokens_per_round(a: np.ndarray, k: np.ndarray) -> np.ndarray:
+    a, k = np.broadcast_arrays(a, k)
+    # log1p and expm1 keep full precision next to a = 1, where 1 - a^(k+1) cancels; at k = -1 the sum is empty.
+    with np.errstate(divide="ignore", invalid="ignore"):
+        sum_of_powers = -np.expm1((k + 1.0) * np.log1p(a - 1.0)) / (1.0 - a)
+    return np.where(k == -1.0, 0.0, np.where(a == 1.0, k + 1.0, sum_of_powers))
 
 
 def _width_cost(v: float | Sequence[float] | Callable[[int], float], k: int) -> float:
@@ -300,7 +302,7 @@ def coupled_joint(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 
 def _position_counts(histogram: Values) -> tuple[np.ndarray, np.ndarray]:
     """Count rounds that accepted position i, and rounds that tested it, float64 `[k]` each."""
-    h = np.asarray(histogram.detach().cpu() if _is_tensor(histogram) else histogram, dtype=np.float64)
+    h = np.asarray(histogram.detach().cpu() if is_tensor(histogram) else histogram, dtype=np.float64)
     if h.ndim == 1 and h.size:
         h = np.concatenate([np.zeros((len(h) - 1, len(h))), h[None]])
     if h.ndim != 2 or h.shape[0] != h.shape[1] or not h.size:
@@ -314,46 +316,51 @@ def _position_counts(histogram: Values) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _weights(value: Values) -> torch.Tensor:
-    w = _in_range("weights", value, 0.0, 1.0)
+    import torch
+
+    w = torch.from_numpy(_in_range("weights", value, 0.0, 1.0))
     if w.ndim == 0 or w.shape[-1] == 0:
         raise SpecdecError(f"weights: expected numbers [..., n], got shape {tuple(w.shape)}")
     return w
 
 
-def _is_tensor(value: Values) -> bool:
-    import torch  # only where a formula is used, so that the module needs a moment to import and not seconds
-
-    return isinstance(value, torch.Tensor)
-
-
-def _tensor(name: str, value: Values, device: torch.device | str = "cpu") -> torch.Tensor:
+def _tensor(name: str, value: Values, device: torch.device | str) -> torch.Tensor:
     import torch
 
+    return (value.detach().double() if is_tensor(value) else torch.from_numpy(_array(name, value))).to(device)
+
+
+def _array(name: str, value: Values) -> np.ndarray:
+    """Numbers as float64 on the host."""
     try:
-        tensor = value.detach() if _is_tensor(value) else torch.as_tensor(np.asarray(value))
-        return tensor.to(device, torch.float64)
+        if is_tensor(value):
+            return np.asarray(value.detach().cpu().double().numpy())
+        found = np.asarray(value)
+        if found.dtype.kind not in "biuf":
+            raise TypeError
+        return found.astype(np.float64)
     except (TypeError, ValueError, RuntimeError) as error:
         raise SpecdecError(f"{name}: expected numbers, got {type(value).__name__}") from error
 
 
-def _in_range(name: str, value: Values, low: float, high: float, open_low: bool = False) -> torch.Tensor:
-    x = _tensor(name, value)
-    inside = (x > low if open_low else x >= low) & (x <= high) & x.isfinite()
-    if not bool(inside.all()):
+def _in_range(name: str, value: Values, low: float, high: float, open_low: bool = False) -> np.ndarray:
+    x = _array(name, value)
+    inside = (x > low if open_low else x >= low) & (x <= high) & np.isfinite(x)
+    if not inside.all():
         interval = f"{'(' if open_low else '['}{low:g}, {high:g}]"
-        raise SpecdecError(f"{name}: must be in {interval}, got {float(x[~inside].flatten()[0]):g}")
+        raise SpecdecError(f"{name}: must be in {interval}, got {x[~inside].flat[0]:g}")
     return x
 
 
-def _whole(name: str, value: Values) -> torch.Tensor:
+def _whole(name: str, value: Values) -> np.ndarray:
     x = _in_range(name, value, 0.0, np.inf)
-    if not bool((x == x.floor()).all()):
-        raise SpecdecError(f"{name}: must be a whole number >= 0, got {float(x[x != x.floor()].flatten()[0]):g}")
+    if (x != np.floor(x)).any():
+        raise SpecdecError(f"{name}: must be a whole number >= 0, got {x[x != np.floor(x)].flat[0]:g}")
     return x
 
 
 def _distributions(p: Values, q: Values) -> tuple[torch.Tensor, torch.Tensor]:
-    device = p.device if _is_tensor(p) else q.device if _is_tensor(q) else "cpu"
+    device = p.device if is_tensor(p) else q.device if is_tensor(q) else "cpu"
     target, draft = _tensor("p", p, device), _tensor("q", q, device)
     for name, rows in (("p", target), ("q", draft)):
         if rows.ndim == 0 or rows.shape[-1] == 0:
@@ -368,11 +375,11 @@ def _distributions(p: Values, q: Values) -> tuple[torch.Tensor, torch.Tensor]:
     return target, draft
 
 
-def _answer(result: torch.Tensor, *arguments: Values) -> Values:
-    """Return `result` as a tensor, an array or a float, as the arguments are."""
-    tensors = [x for x in arguments if _is_tensor(x)]
+def _answer(result: Any, *arguments: Values) -> Values:
+    """Return `result`, an array or a tensor, as a tensor, an array or a float, as the arguments are."""
+    tensors = [x for x in arguments if is_tensor(x)]
     if tensors:
-        return result.to(tensors[0].device)
+        return sys.modules["torch"].as_tensor(result).to(tensors[0].device)
     if result.ndim == 0 and not any(isinstance(x, np.ndarray) for x in arguments):
         return float(result)
-    return result.numpy()
+    return np.asarray(result)

@@ -30,7 +30,8 @@ from specdec.drafters.draft import (  # noqa: F401 - what drafters are made of c
 )  # fmt: skip
 from specdec.drafters.options import check_options, state
 from specdec.errors import SpecdecError
-from specdec.models.passes import ALL_LAYERS, WIDEST
+from specdec.files.fields import WIDEST
+from specdec.models.passes import ALL_LAYERS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -11,7 +11,6 @@ from specdec.device.buffers import Buffers
 from specdec.models.trees import TreePass
 
 ALL_LAYERS = (-1,)  # for `PassKey.observed`
-WIDEST = 512  # most tokens that a pass feeds to a row
 
 
 class PassKey(NamedTuple):

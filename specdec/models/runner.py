@@ -30,6 +30,7 @@ from specdec.device.graphs import Choice, CudaRecorder, Graphs, I, R, Recorder, 
 from specdec.device.host_read import HostReader
 from specdec.device.transfer import to_device
 from specdec.errors import SpecdecError
+from specdec.files.fields import WIDEST
 from specdec.models.adapters import Chosen, base_of
 from specdec.models.alibi import Alibi
 from specdec.models.attention import Mask, MaskBuilder, check_attention, fastest
@@ -39,7 +40,7 @@ from specdec.models.kinds import layer_configs
 from specdec.models.kv_cache import CachePool, RaggedCache, compiled_slots, kv_dtype, rounded_up
 from specdec.models.layer_subset import PassThrough, layers_of, leave_out
 from specdec.models.local_attention import LocalAttention
-from specdec.models.passes import ALL_LAYERS, WIDEST, PassInputs, PassKey, PassResult
+from specdec.models.passes import ALL_LAYERS, PassInputs, PassKey, PassResult
 from specdec.models.quantised import rows_of, weight_of
 from specdec.models.recurrent_state import Recurrence
 from specdec.models.rope import RowRope, switch_position

@@ -34,6 +34,7 @@ from transformers.generation.logits_process import (
 from transformers.generation.utils import GenerationMixin
 
 from specdec.errors import SpecdecError
+from specdec.files.fields import OWN_FIELDS, TEXT_FIELDS, WARPER_FIELDS
 from specdec.sampling.constraints import AllowedTokens, PrefixProcessor, PrefixStates
 from specdec.sampling.prefixes import History as History
 from specdec.sampling.processors import (
@@ -208,16 +209,6 @@ class Sampling:
         return race(torch.softmax(scores, dim=-1), stream)
 
 
-# GenerationConfig fields that transformers turns into processors that read the text, and into warpers that do not.
-TEXT_FIELDS = (
-    "sequence_bias", "repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "min_length", "min_new_tokens",
-    "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty",
-    "suppress_tokens", "begin_suppress_tokens",
-)  # fmt: skip
-WARPER_FIELDS = (
-    "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h", "renormalize_logits",
-)  # fmt: skip
-OWN_FIELDS = ("presence_penalty", "frequency_penalty")  # not in GenerationConfig
 _NEUTRAL: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": None, "typical_p": 1.0, "repetition_penalty": 1.0}
 
 
