@@ -7,15 +7,17 @@ before a weight is loaded. Two models of different hidden size are a normal pair
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging as bars
 
 from specdec.config import PairConfig, from_dict
 from specdec.demo_models import draft_path, target_path
@@ -253,7 +255,7 @@ class _Plan:
 
     def model(self) -> Any:
         with explaining(self.device, self._what_would_fit):
-            with loading(str(self.source), self._fault):
+            with loading(str(self.source), self._fault), self._bars():
                 model, found = AutoModelForCausalLM.from_pretrained(
                     self.source.path, dtype=self.dtype or "auto", output_loading_info=True, **self.common, **self.extra
                 )
@@ -266,6 +268,10 @@ class _Plan:
                 with loading(f"adapter {name!r} from {folder}", lambda error: None):
                     wrapper = load_adapter(model, str(expanded(as_path(str(folder), "the adapter"))), name, wrapper)
             return model.eval()
+
+    def _bars(self) -> AbstractContextManager[None]:
+        """transformers' bar while weights are loaded; none for the embedded models, which are there at once."""
+        return without_bars() if self.source.path in {str(path()) for path in EMBEDDED.values()} else nullcontext()
 
     def _what_would_fit(self, asked: int | None, free: int | None) -> str:
         """What to do where the weights did not."""
@@ -309,6 +315,22 @@ def _place(pair: PairConfig, device: Any, role: str) -> torch.device:
         if getattr(pair, name) is not None:
             raise SpecdecError(f"{name} does not go with tp_plan: each process takes the GPU of its own rank")
     return pick_device(device) if role == "draft" and device is not None else own_device()
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Switch transformers' progress bars off, and afterwards on again if they were on."""
+    were_on, hub_off = bars.is_progress_bar_enabled(), are_progress_bars_disabled()
+    bars.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if were_on:
+            bars.enable_progress_bar()
+        if not hub_off:
+            enable_progress_bars()
+        elif were_on:
+            disable_progress_bars()
 
 
 @contextmanager

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from transformers.utils import logging as bars
 
 from specdec import DraftModel, LoadedPair, SpecdecError, SpeculativeDecoder, demo_models, load_pair
 from specdec.models.vocabulary import compare_vocabularies
@@ -255,3 +257,18 @@ def test_the_report_of_folders_is_the_report_of_the_models(tmp_path: Path) -> No
     assert from_disk.memory(2, 50) == in_hand.memory(2, 50)
     assert from_disk.to_dict(2, 50)["memory"] == from_disk.memory(2, 50)
     assert [m.vocab_size for m in from_disk.models] == [300, 300]
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_the_embedded_models_load_without_a_bar_and_leave_the_bars_as_they_were(
+    on: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = bars.is_progress_bar_enabled(), are_progress_bars_disabled()
+    try:
+        bars.enable_progress_bar() if on else bars.disable_progress_bar()
+        LoadedPair.load("demo-target", draft="demo-draft")
+        assert (bars.is_progress_bar_enabled(), are_progress_bars_disabled()) == (on, not on)
+        assert capsys.readouterr().err == ""
+    finally:
+        bars.enable_progress_bar() if before[0] else bars.disable_progress_bar()
+        disable_progress_bars() if before[1] else enable_progress_bars()
