@@ -140,7 +140,7 @@ def load_verb(name: str) -> Any:
     command: Any = typer.main.get_command(made)
     command.name = name
     for run in getattr(command, "commands", {"": command}).values():  # after parsing: help and typos load no library
-        run.callback = importlib.import_module("specdec.cli.output").quiet()(run.callback)
+        run.callback = importlib.import_module("specdec.cli.quiet").quiet()(run.callback)
     return command
 
 

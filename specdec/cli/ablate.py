@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 from specdec.cli import output
 from specdec.cli.options import AsJson, DropLoops
 from specdec.errors import SpecdecError
-from specdec.files.texts import check_writable
+from specdec.files.texts import check_readable, check_writable
 
 if TYPE_CHECKING:
     from specdec.research.ablation.work import Work
@@ -61,6 +61,8 @@ def run(
     Exit status 1: a text differs from plain decoding's where it must not, or a row failed. Of several processes, each
     with its own --shard, the last one that ends writes the table.
     """
+    check_readable(config, what="config file")
+    _check_engine(engine, workers, shard)
     from specdec.decoding.shard import Shard
     from specdec.research.ablation.cluster import run_on_cluster
     from specdec.research.ablation.config import load_ablation
@@ -71,10 +73,9 @@ def run(
     from specdec.research.ablation.table import labels
     from specdec.research.ablation.work import work_left
 
-    check_packages()
-    _check_engine(engine, workers, shard)
     settings, part = load_ablation(config), Shard.parse(shard)
     if not dry_run:
+        check_packages()
         check_writable(out, "--out", folder=True)
     plan = Plan.make(settings)
     check_baseline(baseline, labels([cell_to_dict(cell) for cell in plan.cells]).values())

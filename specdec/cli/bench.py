@@ -16,7 +16,7 @@ from specdec.cli.inputs import given
 from specdec.cli.options import AsJson, Group, Pair, with_groups
 from specdec.errors import SpecdecError
 from specdec.files.compact_json import write_json
-from specdec.files.texts import check_writable
+from specdec.files.texts import check_readable, check_writable
 from specdec.research.bench.document import without_rows
 from specdec.stats import PER_TESTED
 
@@ -95,6 +95,9 @@ def bench(
     for name, path in (("--out", out), ("--raw", raw)):
         if path is not None:
             check_writable(path, name)
+    for config in (file, of_exactness.config):
+        if config is not None:
+            check_readable(config, what="config file")
     saved: list[Path] = []
     save = partial(_save, out, raw, saved)
     with output.on_interrupt(lambda: _kept(saved, out or raw)):

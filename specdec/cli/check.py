@@ -27,12 +27,12 @@ def check(
 
     Exit status 2: the pair cannot work; the line on standard error says why.
     """
-    from specdec.models.loading import inspect_pair
-
     if models.target is None:
         raise SpecdecError("no target: give --target")
     if translate and models.draft is None:
         raise SpecdecError("--translate is about a draft: give --draft")
+    from specdec.models.loading import inspect_pair
+
     with output.progress("reading configs and tokenizers"):
         report = inspect_pair(**models.given(), translate=translate)
     if as_json:

@@ -50,6 +50,8 @@ def compare(
     Without --max-new-tokens, 64 tokens a row. A candidate that cannot run is listed with the reason, and the others
     run. Exit status 1: a candidate or a row failed, or a text differs from plain decoding's where it must not.
     """
+    texts = prompts.entries()
+    options = {"max_new_tokens": 64, **generation.settings()}
     from specdec.decoding.shard import Shard
     from specdec.research.ablation.compare import compare as run_compare
     from specdec.research.ablation.compare import compare_config
@@ -57,8 +59,6 @@ def compare(
     from specdec.research.ablation.store import Plan
     from specdec.research.ablation.work import work_left
 
-    check_packages()
-    texts = prompts.entries()
     if texts:
         typed = "--prompt" if prompts.prompt else "--prompt-file"
         refuse_beside(typed, given(dataset=dataset, category=category, limit=limit))
@@ -66,13 +66,13 @@ def compare(
         refuse_beside("strategies alone", given(k=k, draft_dtype=draft_dtype))
     data = given(dataset=dataset, categories=category, limit=limit, longest=longest)
     loading = given(device=device, dtype=dtype, draft_dtype=draft_dtype)
-    options = {"max_new_tokens": 64, **generation.settings()}
     if out is not None:
         check_writable(out, "--out", folder=True)
     refused: dict[str, str] = {}
     config = compare_config(target, draft or [], strategy or [], k or 5, texts, data, loading, refused, **options)
     for name, reason in refused.items():
         output.warn(f"{name} cannot run: {reason}")
+    check_packages()
     with ExitStack() as stack:
         folder = out or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="specdec-compare-")))
         kept = f"rows are kept in {out}; the same command goes on" if out else "rows are kept only with --out DIR"

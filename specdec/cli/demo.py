@@ -33,11 +33,14 @@ def demo(
     Exit status 1: the text is not the text of plain decoding, although it must be.
     """
     from specdec.config import load_yaml
+
+    given, options = None if run.config is None else load_yaml(run.config), generation.settings()
+    texts = prompts.texts()
     from specdec.research.demo import DEMO, run_demo, with_demo_head
 
-    base = DEMO if run.config is None else load_yaml(run.config)
+    base = given or DEMO
     typed = run.strategies if base.pair.target != DEMO.pair.target else with_demo_head(run.strategies)
-    made = make_run(base, generation.settings(), typed, prompts.texts())
+    made = make_run(base, options, typed, texts)
     with output.progress("decoding, plainly and with drafts in turns", 2 + 2 * repeats) as advance:
         result = run_demo(made, repeats, advance)
     if as_json:

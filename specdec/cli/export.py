@@ -35,13 +35,13 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write a chain as vLLM, SGLang and llama.cpp take it, and say what has no counterpart there."""
-    from specdec.decoding.validation import check_generation, check_loading
-    from specdec.research.export import document, read_chain, translate
-
     for name in engine or ():
         if name not in ENGINES:
             raise unknown_name("engine", name, ENGINES)
     run = base_run(config, given(target=target, draft=draft))
+    from specdec.decoding.validation import check_generation, check_loading
+    from specdec.research.export import document, read_chain, translate
+
     check_loading(run.pair)
     settings = check_generation({**run.generation, **given(acceptance=acceptance, temperature=temperature)})
     if strategies is not None:

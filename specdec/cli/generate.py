@@ -49,14 +49,14 @@ def generate(
     as_json: AsJson = False,
 ) -> None:
     """Generate from one prompt or many with a target, and perhaps a draft and a chain of strategies."""
-    from specdec.decoding.shard import Shard
-
     if out is not None:
         check_writable(out, "--out")
     base = base_run(run.config, {**models.given(), **given(attn_implementation=attn_implementation)})
-    chosen = prompts.read()
     options = {**generation.settings(), **given(shard=shard)}
+    chosen = prompts.read()
     made = make_run(base, options, run.strategies, [p.text for p in chosen], translate)
+    from specdec.decoding.shard import Shard
+
     made = replace(made, pair=Shard.parse(made.generation.get("shard")).place(made.pair))
     _generate(made, chosen or named_prompts(made.prompts), (chat, prompts.longest), out, as_json)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specdec.errors import SpecdecError
-from specdec.files.texts import parse_yaml, read_text
+from specdec.files.texts import check_readable, expanded, parse_yaml, read_text
 
 if TYPE_CHECKING:
     from specdec.config import RunConfig
@@ -65,11 +65,10 @@ def make_run(
     base: RunConfig, options: Mapping[str, Any], strategies: str | None, prompts: Sequence[str], translate: bool = False
 ) -> RunConfig:
     """The run with what was typed in place of its own. Raises SpecdecError before any model is loaded."""
-    run = with_options(base, options, strategies, translate)
-    run = replace(run, prompts=tuple(prompts) or base.prompts)
-    if not run.prompts:
+    asked = tuple(prompts) or base.prompts
+    if not asked:
         raise SpecdecError("no prompt: give --prompt, --prompt-file or --dataset")
-    return run
+    return replace(with_options(base, options, strategies, translate), prompts=asked)
 
 
 def with_options(
@@ -93,6 +92,10 @@ def named_prompts(texts: Sequence[str], files: Sequence[Path] = ()) -> list[Prom
 
     Raises SpecdecError for what cannot be read.
     """
+    if not texts and not files:
+        return []
+    # One with options behind its name is the set's reader's to find.
+    check_readable(*(expanded(f) for f in files if str(f) != "-" and ":" not in str(f)), what="prompt file")
     from specdec.research.prompts.datasets import Prompt, load_prompts
     from specdec.research.prompts.sources import ARRAY, LINES, Source
 

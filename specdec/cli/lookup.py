@@ -15,7 +15,7 @@ from specdec.cli.inputs import read_prompts
 from specdec.cli.options import AsJson
 from specdec.errors import SpecdecError
 from specdec.files.forms import WHOLE, check
-from specdec.files.texts import check_writable, parse_json_lines
+from specdec.files.texts import check_readable, check_writable, parse_json_lines
 from specdec.stats import PER_DRAFTED
 
 if TYPE_CHECKING:
@@ -61,12 +61,13 @@ def create(
 @app.command()
 def merge(files: Annotated[list[Path], typer.Argument(help="IN [IN ...] OUT")], as_json: AsJson = False) -> None:
     """Add up the counts of files and save them to the last one named."""
-    from specdec.drafters.ngram.lookup_cache import LookupCache
-
     *inputs, out = files
     if not inputs:
         raise SpecdecError("lookup merge needs at least one file to read and, last, the file to write")
     check_writable(out, "the last file")
+    check_readable(*inputs, what="lookup cache")
+    from specdec.drafters.ngram.lookup_cache import LookupCache
+
     cache = LookupCache()
     with output.progress("merging", len(inputs)) as advance:
         for file in inputs:
@@ -118,6 +119,7 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Show n-grams by size and the most frequent continuations, as text if a tokenizer is given."""
+    check_readable(file, what="lookup cache")
     from specdec.drafters.ngram.lookup_cache import LookupCache
     from specdec.models.loading import load_tokenizer
 

@@ -127,12 +127,12 @@ class SetPrompts(Prompts):
 
     def read(self) -> list[Prompt]:
         """The prompts, those of the set last. Raises SpecdecError for what cannot be read."""
-        from specdec.research.prompts.datasets import load_prompts
-
         found = super().read()
         if self.dataset is None:
             refuse_beside("prompts that are no set: --dataset", given(category=self.category, limit=self.limit))
             return found
+        from specdec.research.prompts.datasets import load_prompts
+
         return found + load_prompts(self.dataset, self.category, self.limit)
 
 

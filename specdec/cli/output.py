@@ -6,10 +6,8 @@ import json
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partialmethod
 from typing import Any
 
 from rich.console import Console
@@ -18,7 +16,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 from rich.text import Text
 
-from specdec.errors import SettingWarning
+from specdec.cli.quiet import warn as warn
 from specdec.files.texts import duration as duration
 from specdec.research.bench import tables
 from specdec.research.bench.tables import figure as number
@@ -51,39 +49,6 @@ def finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(k): finite(v) for k, v in value.items()}
     return [finite(v) for v in value] if isinstance(value, (list, tuple)) else value
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Keep the libraries' warnings and loading bars off the screen; bars of downloads stay on a terminal."""
-    from huggingface_hub.utils import enable_progress_bars
-    from huggingface_hub.utils import logging as hub_logging
-    from tqdm.auto import tqdm
-    from transformers.utils import logging as transformers_logging
-
-    bar: Any = tqdm  # of transformers' GGUF reader, which asks nobody
-    begin = bar.__init__
-    loggers = (transformers_logging, hub_logging)
-    levels, bars = [log.get_verbosity() for log in loggers], transformers_logging.is_progress_bar_enabled()
-    for log in loggers:
-        log.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    if sys.stderr.isatty():
-        enable_progress_bars()
-    else:
-        bar.__init__ = partialmethod(begin, disable=True)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            warnings.simplefilter("default", SettingWarning)
-            warnings.showwarning = lambda message, *where: warn(str(message))
-            yield
-    finally:
-        bar.__init__ = begin
-        for log, level in zip(loggers, levels, strict=True):
-            log.set_verbosity(level)
-        if bars:
-            transformers_logging.enable_progress_bar()
 
 
 @contextmanager
@@ -285,8 +250,3 @@ def print_context(console: Console, ended: int, texts: int) -> None:
     if ended:
         line = f"{ended} of {texts} texts ended at the context's limit, before their end and before max_new_tokens"
         console.print(line, style="yellow", soft_wrap=True)
-
-
-def warn(message: str) -> None:
-    """A line on standard error that is no failure."""
-    Console(stderr=True, highlight=False).print(f"warning: {message}", style="yellow", markup=False, soft_wrap=True)

@@ -11,7 +11,7 @@ from typer import Argument, Option
 from specdec.cli import output
 from specdec.cli.options import AsJson, DropLoops
 from specdec.errors import SpecdecError
-from specdec.files.texts import check_writable
+from specdec.files.texts import check_writable, is_file, is_folder
 
 
 def results(
@@ -31,8 +31,6 @@ def results(
     Groups: strategy, position, length (of the draft), and every axis or column of the table, such as setting, k,
     temperature, category, prompt.
     """
-    from specdec.research.results import Results
-
     if as_csv + as_latex + as_json > 1:
         raise SpecdecError("give one of --csv, --latex and --json")
     if baseline is not None and by is not None:
@@ -44,6 +42,11 @@ def results(
     if out is not None:
         check_writable(out, "--out")
     wanted = dict(map(_pair, where or ()))
+    there = (Path(f"{source}{suffix}") for suffix in ("", ".json", ".safetensors"))
+    if not any(is_file(path) or is_folder(path) for path in there):
+        raise SpecdecError(f"no results table at {source}")
+    from specdec.research.results import Results
+
     found = Results.load(source)
     if drop_loops:
         found = found.without_loops()

@@ -14,7 +14,7 @@ from rich.text import Text
 from specdec.cli import output
 from specdec.cli.inputs import as_prompts, base_run, make_run, named_prompts
 from specdec.cli.options import CHAT, AsJson, Generation, Models, Run, SetPrompts, with_groups
-from specdec.files.texts import check_writable
+from specdec.files.texts import check_readable, check_writable, is_file
 from specdec.stats import PER_DRAFTED, PER_TESTED
 
 if TYPE_CHECKING:
@@ -45,13 +45,13 @@ def record_run(
     as_json: AsJson = False,
 ) -> None:
     """Generate, and record every round. Warns on standard error while drafts are hardly accepted."""
+    base, options = base_run(run.config, models.given()), generation.settings()
+    chosen = prompts.read()
     from specdec.research.traces.trace_files import paths_of
 
     for path in (*paths_of(out), *([] if html is None else [html])):
         check_writable(path, "--out" if path != html else "--html")
-    chosen = prompts.read()
-    base = base_run(run.config, models.given())
-    made = make_run(base, generation.settings(), run.strategies, [p.text for p in chosen])
+    made = make_run(base, options, run.strategies, [p.text for p in chosen])
     trace = _record(made, chosen or named_prompts(made.prompts), (chat, prompts.longest), top)
     trace.save(out)
     _write_page(trace, html)
@@ -93,10 +93,12 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Print the text with every token's origin, rejected drafts in [-brackets-]; with --json the rounds as recorded."""
-    from specdec.research.traces.trace import Trace
-
     if html is not None:
         check_writable(html, "--html")
+    if not any(is_file(f"{path}{suffix}") for suffix in ("", ".json", ".safetensors")):
+        check_readable(f"{path}.json", what="trace file")
+    from specdec.research.traces.trace import Trace
+
     trace = Trace.load(path)
     chosen = trace.select(row, strategy)
     _write_page(trace, html)

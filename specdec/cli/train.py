@@ -11,7 +11,7 @@ from rich.console import Console
 
 from specdec.cli import output
 from specdec.cli.options import AsJson
-from specdec.files.texts import check_writable
+from specdec.files.texts import check_readable, check_writable
 from specdec.stats import PER_TESTED
 
 app = typer.Typer(
@@ -60,6 +60,7 @@ def exit_(
 
 def _search(file: Path, options: dict[str, Any], as_json: bool) -> None:
     """Print the best sets of layers to leave out, the fastest first."""
+    check_readable(file, what="config file")
     from specdec.training.config import load_training
     from specdec.training.run import run_search
 
@@ -76,6 +77,7 @@ def _search(file: Path, options: dict[str, Any], as_json: bool) -> None:
 
 
 def _train(kind: str, file: Path, options: dict[str, Any], part: str | None, as_json: bool) -> None:
+    check_readable(file, what="config file")
     from specdec.decoding.shard import Shard  # training is loaded only where it is asked for
     from specdec.training.checkpoint import CHECKPOINT
     from specdec.training.config import load_training

@@ -76,6 +76,13 @@ def reading(name: Any, what: str) -> Iterator[Path]:
         raise SpecdecError(f"{what} {path} cannot be read: {error.strerror or error}") from None
 
 
+def check_readable(*names: Any, what: str) -> None:
+    """Raise SpecdecError now, and not after libraries are loaded, for files that cannot be read."""
+    for name in names:
+        with reading(name, what) as path:
+            path.open("rb").close()
+
+
 def read_text(name: Any, what: str) -> str:
     """A UTF-8 file, without a byte order mark. Raises SpecdecError."""
     with reading(name, what) as path:

@@ -410,10 +410,25 @@ def test_help_version_and_a_typo_import_neither_torch_nor_transformers() -> None
         assert {"torch", "transformers", "numpy"}.isdisjoint(imported)
 
 
+# Wrong calls that are answered before a library is loaded: files that are not there, values that cannot be, and what
+# does not go together.
+WRONG_AT_ONCE = (
+    "generate", "generate --target demo-target", "generate --config nowhere.yaml",
+    "generate --target demo-target --prompt-file nowhere.txt", "generate --target demo-target --prompt a --top-p 2",
+    "generate --target demo-target --prompt a --option temprature=1", "demo --prompt-file nowhere.txt",
+    "check --target demo-target --translate", "bench", "bench nowhere.yaml", "bench --exactness --config nowhere.yaml",
+    "compare --target demo-target --draft demo-draft --prompt-file nowhere.jsonl", "ablate nowhere.yaml --out out",
+    "results nowhere", "results . --csv --latex", "results . --where k", "lookup show nowhere",
+    "trace record --out out --target demo-target --prompt-file nowhere.txt", "trace show nowhere",
+    "train eagle3 nowhere.yaml", "export", "export --config nowhere.yaml",
+)  # fmt: skip
+
+
 def test_help_and_typos_of_every_verb_and_theory_need_neither_torch_nor_a_second() -> None:
     script = """
-import itertools, sys, time
+import itertools, shlex, sys, time
 import specdec.theory
+assert specdec.theory.best_k(0.8, 0.1) == 6 and specdec.theory.speedup([0.8], 5, 0.1).shape == (1,)
 from typer.testing import CliRunner
 from specdec.cli import VERBS, app, load_verb
 calls = [[v, *sub] for v in VERBS for sub in ([], *([s] for s in getattr(load_verb(v), "commands", ())))]
@@ -422,9 +437,15 @@ for call, (word, status) in itertools.product(calls, {"--help": 0, "--no-such": 
     started = time.process_time()
     assert CliRunner().invoke(app, [*call, word]).exit_code == status, call
     seconds.append(time.process_time() - started)
+for call in sys.argv[1:]:
+    started = time.process_time()
+    assert CliRunner().invoke(app, shlex.split(call)).exit_code == 2, call
+    seconds.append(time.process_time() - started)
 print(len(calls), max(seconds), *{"torch", "transformers"} & set(sys.modules))
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", script, *WRONG_AT_ONCE], capture_output=True, text=True, check=False, cwd=ROOT
+    )
     assert done.returncode == 0, done.stderr
     calls, slowest, *imported = done.stdout.split()
     assert int(calls) > len(VERBS)  # verbs of verbs too

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(tmp_path / "a.yaml")
 
 
-def test_a_dry_run_counts_and_does_nothing(config: str, tmp_path: Path) -> None:
+def test_a_dry_run_counts_and_does_nothing(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
     found = run_json("ablate", config, "--out", str(out), "--dry-run")
     assert (found["cells"], found["drafting_cells"], found["prompts"], found["rows"]) == (5, 4, 3, 15)
@@ -100,6 +101,11 @@ def test_a_dry_run_counts_and_does_nothing(config: str, tmp_path: Path) -> None:
     assert "unknown before the first rows" in shown
     assert "72 (all accepted) to 180 (nothing accepted)" in run("ablate", config, "--out", str(out), "--dry-run").stdout
     assert not out.exists()
+    with monkeypatch.context() as without:  # counting needs no package that the table or the report needs
+        for package in ("matplotlib", "pyarrow"):
+            without.setitem(sys.modules, package, None)
+        assert run_json("ablate", config, "--out", str(out), "--dry-run")["rows"] == 15
+        assert "specdec[research]" in refused("ablate", config, "--out", str(out))
     (tmp_path / "b.yaml").write_text(json.dumps({**GRID, "pairs": {"p": {"target": "./nowhere/m", "draft": "d"}}}))
     assert "pairs.p: " in refused("ablate", str(tmp_path / "b.yaml"), "--out", str(out), "--dry-run")
 
