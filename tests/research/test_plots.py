@@ -195,6 +195,32 @@ def test_an_absurd_k_costs_no_more_than_another_one(rows: list[Any]) -> None:
     assert "whole number" in said(plots.speedup_against_k, [{**r, "k": "many"} if r.get("k") else r for r in rows])
 
 
+@pytest.mark.parametrize("ks", [(1, 2), (2,), (1, 2, 3), (2, 4, 16)])
+def test_an_axis_of_whole_numbers_has_whole_ticks(ks: tuple[int, ...]) -> None:
+    made = [row("plain", p, PLAIN) for p in ("a", "b")]
+    made += [row(f"draft k={k}", p, [("draft-model", k, k % 2)] * 12, 0.1, k=k) for k in ks for p in ("a", "b")]
+    for name in ("speedup_against_k", "acceptance_by_position", "accepted_length_histogram", "context_curve"):
+        figure = getattr(plots, name)(made)
+        figure.draw_without_rendering()
+        shown = [t.get_text() for t in figure.axes[0].get_xticklabels()]
+        assert shown, name
+        assert not [text for text in shown if "." in text], name
+    assert [t.get_text() for t in facets(made, x="k").axes[0].get_xticklabels()] == [str(k) for k in ks]
+
+
+def test_many_settings_of_several_chains_get_a_panel_a_chain(rows: list[Any]) -> None:
+    names, ks = ("prompt-lookup", "suffix", "ngram-mod", "draft-model"), (1, 2, 4, 8)
+    many = [row("plain", "a", PLAIN, strategies="plain")]
+    many += [row(f"{n} k={k}", "a", [(n, k, k // 2)] * 12, k=k, strategies=n) for n in names for k in ks]
+    for name in ("acceptance_by_position", "accepted_length_histogram", "context_curve"):
+        plot = getattr(plots, name)
+        figure = plot(many)
+        assert [a.get_title().split("\n")[0] for a in figure.axes] == [f"strategies = {n}" for n in names], name
+        assert all(len(a.get_legend_handles_labels()[1]) == len(ks) for a in figure.axes), name
+        assert len(plot(many, where={"k": [2, 4]}).axes) == len(plot(rows).axes) == 1, name
+        assert plot(many, ax=figure.axes[0]) is figure, "axes of the caller's hold what they are given"
+
+
 # -- tables, filters, panels, axes ------------------------------------------------------------------------------------
 
 

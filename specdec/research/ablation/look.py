@@ -26,7 +26,9 @@ TOO_FEW = f"points with fewer than {LEAST_TESTED} tested tokens are left out"
 MARKED = 0.01  # loop share from which a figure says it
 BESIDE, DODGE = 0.12, 0.5  # of the distance between two places: from line to line, and at most for all together
 COLUMNS = 3  # panels in a row
+MANY_SETTINGS = 8  # with more in one panel, lines and bars hide each other
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (6, 2, 1, 2)))  # of one strategy's settings; theory is dotted
+CHAINS = "strategies"  # the column of a setting's chain
 COMMON = ("setting", "status", "drafts", "prompt")
 ROUNDS = ("drafted_rounds",)  # by which a plot knows the rows that drafted
 NEEDED = tuple(name for name in SUMMED if name != "distance")  # older tables have none
@@ -58,9 +60,10 @@ class Look:
         return [name for name, other in self.strategy.items() if other == self.strategy[setting]]
 
 
-def of_table(*columns: str) -> Callable[[Callable[..., str | None]], Callable[..., Figure]]:
+def of_table(*columns: str, by_chain: bool = False) -> Callable[[Callable[..., str | None]], Callable[..., Figure]]:
     """A plot of rows into axes, which may return a note -> a figure of a results table in any form, which has rows,
-    these columns, and a row that did not fail; else SpecdecError, which names the plot."""
+    these columns, and a row that did not fail; else SpecdecError, which names the plot. by_chain: a panel for each
+    chain where there are many settings, unless panels or axes are given."""
 
     def decorate(plot: Callable[..., str | None]) -> Callable[..., Figure]:
         needed = tuple(dict.fromkeys((*COMMON, *columns)))
@@ -75,6 +78,8 @@ def of_table(*columns: str) -> Callable[[Callable[..., str | None]], Callable[..
                 rows = as_rows(results)
                 _check(rows, needed)
                 rows = rows if where is None else Results(rows, "where").where(where).rows
+                if by_chain and ax is None and panel is None and _are_many(rows):
+                    panel = CHAINS
                 parts, look = panels(rows, panel), Look(rows)
                 figure, axes = make_axes(len(parts), ax)
                 notes: dict[str | None, None] = {}
@@ -90,6 +95,12 @@ def of_table(*columns: str) -> Callable[[Callable[..., str | None]], Callable[..
         return checked
 
     return decorate
+
+
+def _are_many(rows: Sequence[Row]) -> bool:
+    """Whether settings of several chains would hide each other in one panel."""
+    drafting = [r for r in rows if r["drafts"]]
+    return len({r["setting"] for r in drafting}) > MANY_SETTINGS and len({r.get(CHAINS) for r in drafting}) > 1
 
 
 def _check(rows: Sequence[Row], needed: Sequence[str]) -> None:

@@ -2,7 +2,8 @@
 matplotlib Figure.
 
 All take `where` (a mapping of column -> value or list of values, or a function of a row), `panel` (a column: one panel
-a value) and `ax` (axes of the caller's). Settings have shades of their strategy's colour.
+a value) and `ax` (axes of the caller's). Settings have shades of their strategy's colour. Without `panel` and `ax`,
+plots of more than `MANY_SETTINGS` settings have a panel for each chain, in which lines and bars do not hide each other.
 
 Figures are made without pyplot: nothing is shown, no backend is chosen and no global state is kept. Curves with
 intervals have them over prompts (research/bootstrap.py). A table without rows, without the columns that a plot needs,
@@ -55,7 +56,7 @@ TIME_BINS, CONTEXT_BINS = 12, 8
 THEORY_POINTS = 256  # at most, of a theory's line
 
 
-@of_table(*ROUNDS, "reached", "tested")
+@of_table(*ROUNDS, "reached", "tested", by_chain=True)
 def acceptance_by_position(rows: list[Row], axes: Any, look: Look) -> str | None:
     """Acceptance of a tested token by position in the draft, one line per setting, 95 % intervals."""
     _label(axes, "position in the draft", PER_TESTED)
@@ -74,7 +75,7 @@ def acceptance_by_position(rows: list[Row], axes: Any, look: Look) -> str | None
     return note
 
 
-@of_table(*ROUNDS, "acceptance_histogram")
+@of_table(*ROUNDS, "acceptance_histogram", by_chain=True)
 def accepted_length_histogram(rows: list[Row], axes: Any, look: Look) -> None:
     """Share of the drafted rounds by the number of accepted tokens."""
     _label(axes, "accepted drafts of a round", "share of drafted rounds")
@@ -117,6 +118,7 @@ def speedup_against_k(rows: list[Row], axes: Any, look: Look) -> None:
             axes.plot(ks, [theoretical_speedup(costs, k) for k in ks], ":", color=line.get_color())
     axes.plot([], [], ":", color=TARGET, label="theory")
     axes.axhline(1.0, color=TARGET, linewidth=0.8)
+    _whole_ticks(axes)
 
 
 @of_table(*ROUNDS, *PAIRED)
@@ -165,7 +167,7 @@ def _beside(places: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     return found
 
 
-@of_table(*ROUNDS, "prompt_tokens", "records")
+@of_table(*ROUNDS, "prompt_tokens", "records", by_chain=True)
 def context_curve(rows: list[Row], axes: Any, look: Look) -> str | None:
     """Acceptance of a tested token against the length of the text before its round, in bins of equal counts."""
     _label(axes, "tokens before the round", PER_TESTED)
@@ -183,6 +185,7 @@ def context_curve(rows: list[Row], axes: Any, look: Look) -> str | None:
                 note = TOO_FEW
         _line(axes, look, name, points)
     axes.set_ylim(0, 1.02)
+    _whole_ticks(axes)
     return note
 
 
@@ -212,6 +215,7 @@ def strategy_share_over_time(rows: list[Row], axes: Any, look: Look, setting: st
     shares = [counts[n] / np.maximum(1, total) for n in names]
     axes.stackplot(middles, *shares, labels=names, colors=[colour_of(n) for n in names])
     axes.set_ylim(0, 1)
+    _whole_ticks(axes)
 
 
 PLOTS: dict[str, Callable[..., Figure]] = {
@@ -274,7 +278,7 @@ def _whole_ticks(axes: Any) -> None:
     """Label whole numbers alone; axes of the caller's may have had ticks of their own."""
     from matplotlib.ticker import MaxNLocator
 
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))  # one place may be all there is
 
 
 def _line(axes: Any, look: Look, name: str, points: Sequence[tuple[float, Any]], beside: float = 0.0) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from specdec.errors import SpecdecError
-from specdec.research.ablation.look import panels, svg
+from specdec.research.ablation.look import CHAINS, MANY_SETTINGS, panels, svg
 from specdec.research.ablation.table import Row
 from specdec.research.ablation.tables import category_table, comparison_table, loop_warning, settings_table
 from specdec.research.bench.tables import Table
@@ -24,7 +24,7 @@ from specdec.research.bootstrap import least_p
 from specdec.research.colours import page_style
 
 SHOWN_TEXT = 400  # characters of a prompt's end and of an output
-SHOWN_DIFFERENCES, SHOWN_ROWS, SHOWN_TEXTS, MANY_SETTINGS = 20, 8, 3, 8
+SHOWN_DIFFERENCES, SHOWN_ROWS, SHOWN_TEXTS = 20, 8, 3
 EVERY_ROW_FAILED = "Every row failed: there are no figures and no plots"
 INTERVAL = re.compile(r"^([\d.-]+ )(\([\d. to-]+\))$")  # is broken before it, never inside
 STYLE = """
@@ -166,7 +166,7 @@ def _plots(rows: Sequence[Row]) -> list[str]:
     from specdec.research.ablation.plots import PLOTS
 
     drafting = list(dict.fromkeys(r["setting"] for r in rows if r["drafts"]))
-    parts = panels(rows, "strategies" if len(drafting) > MANY_SETTINGS else None)
+    parts = panels(rows, CHAINS if len(drafting) > MANY_SETTINGS else None)
     made = []
     for title, plot in PLOTS.items():
         images, reasons = [], []
