@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from specdec import Generation, SpeculativeDecoder, Stats
+from specdec.decoding.result import COUNTS_OF_A_ROW
 from specdec.decoding.show import MOST_ROWS
 from specdec.stats import RoundRecord, Times
 from tests.helpers.playing import quoting_ids, weaker
@@ -50,6 +52,32 @@ def result(texts: list[str] | None, rows: int, error: str | None = None) -> Gene
     stats = Stats(rows=[[RoundRecord("a", 3, 1)]] * rows, emitted=[2] * rows, times=Times(total=0.5))
     reason = "length" if error is None else "error"
     return Generation([[5, 6]] * rows, texts, [reason] * rows, stats, {}, [error] * rows)
+
+
+def test_a_result_is_a_data_frame_with_a_line_a_text(decoder: SpeculativeDecoder, out: Generation) -> None:
+    pandas = pytest.importorskip("pandas")
+    prompts = [quoting_ids(9, 1), [1, 2, 3]]
+    two = decoder.generate(prompts, 6, num_return_sequences=2, temperature=1.0, output_logprobs=True)
+    frame = two.to_pandas()
+    assert frame.row.tolist() == [0, 1, 2, 3]
+    assert frame.token_ids.tolist() == two.token_ids
+    assert frame.tokens.tolist() == [len(ids) for ids in two.token_ids] == frame.generated_tokens.tolist()
+    assert frame.accepted_tokens.sum() == two.stats.accepted_tokens
+    assert frame.logprob.tolist() == pytest.approx([sum(values) for values in two.logprobs or []])
+    assert frame.groupby("prompt_hash").row.apply(list).tolist() in ([[0, 1], [2, 3]], [[2, 3], [0, 1]])
+    one = out.to_pandas()
+    assert "logprob" not in one
+    assert one.conditional_acceptance_rate[0] == out[0].stats.conditional_acceptance_rate
+    nothing = decoder.generate(prompts, 3, strategies=[]).to_pandas()
+    assert nothing.draft_acceptance_rate.isna().all()
+    assert pandas.api.types.is_float_dtype(nothing.draft_acceptance_rate)
+    assert (nothing.text.isna().all(), set(nothing.finish_reason)) == (True, {"length"})
+    page = (
+        (Path(__file__).parents[1] / "docs/metrics.md")
+        .read_text(encoding="utf-8")
+        .partition("## Columns of a call's data frame")[2]
+    )
+    assert [name for name in frame if f"`{name}`" not in page] == list(COUNTS_OF_A_ROW[1:-1])
 
 
 def test_a_result_is_its_rows(out: Generation) -> None:

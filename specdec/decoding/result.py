@@ -8,7 +8,11 @@ from typing import Any, overload
 
 from specdec.decoding import show
 from specdec.decoding.probe import RoundDetails
-from specdec.stats import Stats, Tally
+from specdec.files.frames import data_frame
+from specdec.stats import RATES, Stats, Tally
+
+COUNTS_OF_A_ROW = ("rounds", "drafted_rounds", "draft_tokens", "tested_tokens", "accepted_tokens", "generated_tokens")
+RATES_OF_A_ROW = ("tokens_per_round", "acceptance_length", *RATES.values())
 
 
 @dataclass(frozen=True)
@@ -149,6 +153,28 @@ class Generation:
 
     def _repr_html_(self) -> str:
         return show.generation_html(self)
+
+    def to_pandas(self) -> Any:
+        """Return a data frame of pandas with a line for each row, whose columns are in docs/metrics.md.
+
+        Raises SpecdecError without pandas.
+        """
+        return data_frame([self._line(i, row) for i, row in enumerate(self)], RATES_OF_A_ROW)
+
+    def _line(self, i: int, row: GenerationRow) -> dict[str, Any]:
+        made = {
+            "row": row.index,
+            "text": row.text,
+            "tokens": len(row.token_ids),
+            "finish_reason": row.finish_reason,
+            "error": row.error,
+            **{name: getattr(row.stats, name) for name in (*COUNTS_OF_A_ROW, *RATES_OF_A_ROW)},
+        }
+        for name, values in (("logprob", self.logprobs), ("distance", self.distances)):
+            if values is not None:
+                made[name] = sum(values[i])
+        prompts = self.provenance.get("prompts")
+        return {**made, "prompt_hash": None if prompts is None else prompts[i], "token_ids": row.token_ids}
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""

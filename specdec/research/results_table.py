@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.errors import SpecdecError, unknown_name
+from specdec.files.frames import data_frame
 from specdec.files.texts import write_file
 from specdec.research.bench import tables
 from specdec.research.bootstrap import Interval
@@ -73,11 +74,7 @@ class ResultTable:
 
     def to_pandas(self) -> Any:
         """A data frame with the columns of `flat`. Raises SpecdecError without pandas."""
-        try:
-            import pandas
-        except ImportError:
-            raise SpecdecError("data frames need the package pandas: install specdec[research]") from None
-        return pandas.DataFrame(self.flat())
+        return data_frame(self.flat())
 
     def to_csv(self, path: str | Path | None = None) -> str:
         """CSV with the columns of `flat`; returned, and written where `path` is given."""

@@ -1,0 +1,21 @@
+"""Rows as a data frame."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from specdec.errors import SpecdecError
+
+
+def data_frame(rows: Sequence[Mapping[str, Any]], numbers: Iterable[str] = ()) -> Any:
+    """A data frame of pandas. numbers: columns in which None is NaN, also where no row has a number.
+
+    Raises SpecdecError without pandas.
+    """
+    try:
+        import pandas
+    except ImportError:
+        raise SpecdecError("data frames need the package pandas: install specdec[research]") from None
+    made = pandas.DataFrame(list(rows))
+    return made.astype({name: float for name in numbers if name in made})
