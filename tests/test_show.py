@@ -68,7 +68,8 @@ def test_a_result_is_a_data_frame_with_a_line_a_text(decoder: SpeculativeDecoder
     one = out.to_pandas()
     assert "logprob" not in one
     assert one.conditional_acceptance_rate[0] == out[0].stats.conditional_acceptance_rate
-    nothing = decoder.generate(prompts, 3, strategies=[]).to_pandas()
+    stats = Stats(rows=[[RoundRecord(None, 0, 0)]] * 2, emitted=[1] * 2, times=Times(total=0.5))
+    nothing = Generation([[5]] * 2, None, ["length"] * 2, stats, {}).to_pandas()
     assert nothing.draft_acceptance_rate.isna().all()
     assert pandas.api.types.is_float_dtype(nothing.draft_acceptance_rate)
     assert (nothing.text.isna().all(), set(nothing.finish_reason)) == (True, {"length"})
