@@ -48,6 +48,14 @@ class Strategy:
         return self.values.get("head") or self.values.get("draft")
 
 
+def _way_out(embedded: str, llama: bool) -> str:
+    """How another engine gets an embedded model."""
+    if embedded == "demo-head":
+        return "specdec export-head demo-head --out DIR writes it for other engines"
+    folder = f"the folder specdec/demo_models/{embedded.removeprefix('demo-')}"
+    return f"convert {folder} to GGUF" if llama else f"give {folder}"
+
+
 @dataclass
 class Exported:
     """A chain in an engine's options, by their names there; lost: what has no counterpart, and why."""
@@ -60,7 +68,7 @@ class Exported:
 
     def lose_model(self, llama: bool, strategy: str | None, option: str, model: Any) -> None:
         if str(model) in EMBEDDED:
-            self.lose(strategy, option, model, "embedded in specdec: no other engine has it")
+            self.lose(strategy, option, model, f"embedded in specdec: {_way_out(str(model), llama)}")
         elif llama and not str(model).endswith(".gguf"):
             self.lose(strategy, option, model, "llama.cpp reads GGUF files: convert it, and give the file")
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from specdec import demo_models
 from specdec.config import GenerationSettings, PairConfig, RunConfig
 from specdec.drafters import STRATEGIES
 from specdec.files.engines import ENGINES
@@ -216,3 +218,16 @@ class Own:
     def draft(self, requests: Any) -> Any: ...
 
     def accept(self, row: int, n_accepted: int, is_other: bool) -> None: ...
+
+
+def test_of_embedded_models_it_says_where_they_are() -> None:
+    pair = PairConfig("demo-target", "demo-draft")
+    for engine in ENGINES:
+        made = exported(engine, "draft-model:n_max=3", pair)["lost"]
+        why = {one["value"]: one["why"] for one in made if "embedded" in one["why"]}
+        for model, place in (("demo-target", demo_models.target_path()), ("demo-draft", demo_models.draft_path())):
+            [folder] = re.findall(r"the folder (\S+)", why[model])
+            assert place == ROOT / folder
+            assert ("GGUF" in why[model]) is (engine == "llama.cpp")
+    head = exported("vllm", "eagle3:head=demo-head", pair)["lost"]
+    assert any("specdec export-head demo-head --out DIR" in one["why"] for one in head)
