@@ -83,8 +83,9 @@ def facets(
         place.set_xticks(places if numbers else range(len(places)), ticks)
     if made is not None:
         low, high = zip(*(place.get_ylim() for place in axes), strict=True)
+        left, right = zip(*(place.get_xlim() for place in axes), strict=True)
         for place in axes:
-            place.set_ylim(min(low), max(high))
+            place.set(ylim=(min(low), max(high)), xlim=(min(left), max(right)))
     loops = shares((str(value), r) for r in source for value in _values(r, colour)) if panel is None else {}
     finish(axes, made, loops, note)
     return axes[0].figure  # type: ignore[no-any-return]

@@ -281,7 +281,11 @@ def test_facets_draw_any_figure_against_any_axis(rows: list[Any]) -> None:
     both = [{**r, "category": c, "prompt": r["prompt"] + c} for c in ("x", "y") for r in rows]
     figure = facets(both, "draft_acceptance_rate", x="position", colour="strategy", panel="category")
     assert [a.get_title() for a in figure.axes] == [f"category = {c}\n2 prompts, 100% in loops" for c in "xy"]
-    assert len({a.get_ylim() for a in figure.axes}) == 1, "panels are on one scale"
+    assert len({(a.get_xlim(), a.get_ylim()) for a in figure.axes}) == 1, "panels are on one scale"
+    uneven = facets([r for r in both if r["category"] == "x" or r.get("k") == 1], panel="category")
+    for axes in uneven.axes:  # no point on an edge, also of a panel with few
+        drawn = [x for line in axes.lines for x in line.get_xdata()]
+        assert axes.get_xlim()[0] < min(drawn) <= max(drawn) < axes.get_xlim()[1]
     few = facets([r for r in rows if r["prompt"] == "a"], x="position", colour="strategy")
     assert len(lines(few)["draft-model"][0]) == 1, "four tokens were tested at position 2"
     own = plots.acceptance_by_position([r for r in rows if r["prompt"] == "a"])
