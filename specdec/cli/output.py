@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
@@ -27,13 +28,21 @@ from specdec.stats import PER_DRAFTED_ROUND, RATES
 PARTS = 100  # that a share is counted in
 LOG_EVERY = 30.0  # seconds between lines of progress off a terminal
 LONGEST_NAME = 24  # of a word in a table's first column that is always whole
-WIDTH = 10_000  # where the output is not a terminal: a table is as wide as it needs
+WIDTH, RULE = 10_000, 80  # where the output is not a terminal: a table is as wide as it needs, and a line is not
+
+
+class _File(Console):
+    """Standard output that is no terminal."""
+
+    def rule(self, title: Any = "", **style: Any) -> None:
+        """Draw a line of a usual length."""
+        self.print(Rule(title, **style), width=RULE)
 
 
 def stdout() -> Console:
     """Standard output as it is now."""
     console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=WIDTH)
+    return console if console.is_terminal else _File(highlight=False, width=WIDTH)
 
 
 def print_json(data: Any) -> None:

@@ -184,6 +184,8 @@ def test_a_table_that_goes_to_a_file_is_as_wide_as_it_needs(monkeypatch: pytest.
     [shown] = [line for line in lines if "0.062" in line]
     assert shown.count("(0.062-0.071)") == 20
     assert shown[0] == shown[-1] == "│"
+    output.stdout().rule("row 0: length", style="dim")
+    assert len(sys.stdout.getvalue().splitlines()[-1]) == output.RULE  # type: ignore[attr-defined]
 
 
 def test_compare_names_the_option_that_another_has_no_effect_beside(tmp_path: Path) -> None:
