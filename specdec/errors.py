@@ -1,9 +1,12 @@
-"""The one exception that callers need to catch, and the message for a name that does not exist."""
+"""The one exception that callers need to catch, and the messages for names and packages that do not exist."""
 
 from __future__ import annotations
 
 import difflib
+import importlib
+import sys
 from collections.abc import Iterable
+from typing import Any
 
 from specdec.files.habits import ALIASES, HINTS
 
@@ -31,6 +34,17 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """A hint for the end of a message: the known name that is most like `name`, "" if none is."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def need(module: str, what: str, extra: str) -> Any:
+    """Import a module of an optional package, and return the package. Raises SpecdecError without it: `what` begins
+    the message, and the extra is what to install."""
+    package = module.partition(".")[0]
+    try:
+        importlib.import_module(module)
+    except ImportError:
+        raise SpecdecError(f"{what} the package {package}: install specdec[{extra}]") from None
+    return sys.modules[package]
 
 
 def unknown_name(kind: str, name: object, known: Iterable[str]) -> SpecdecError:

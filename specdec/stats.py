@@ -118,6 +118,25 @@ class RoundRecord(NamedTuple):
         return self.depth > level and (self.accepted > level or (self.accepted == level and not self.exhausted))
 
 
+class Positions(NamedTuple):
+    """Rounds by position in the draft (of a tree, level): [i] counts those whose draft had a token i, that tested it,
+    and that accepted it. Their sums over calls give every acceptance rate."""
+
+    drafted: list[int]
+    tested: list[int]
+    reached: list[int]
+
+    @staticmethod
+    def of(records: Sequence[RoundRecord]) -> Positions:
+        """Count rounds."""
+        levels = range(max((r.depth for r in records), default=0))
+        return Positions(
+            [sum(r.depth > i for r in records) for i in levels],
+            [sum(r.tested(i) for r in records) for i in levels],
+            [sum(r.accepted > i for r in records) for i in levels],
+        )
+
+
 @dataclass(frozen=True)
 class Tally:
     """Acceptance figures of a set of rounds. Ratios of nothing are None, except acceptance_length, which is then 1.
@@ -158,11 +177,9 @@ class Tally:
         """Count rounds."""
         records = list(records)
         drafted = [r for r in records if r.drafted > 0]
-        longest = max((r.depth for r in drafted), default=0)
         accepted, generated = sum(r.accepted for r in records), sum(r.tokens for r in records)
         proposed = sum(r.drafted for r in records)
-        reached = [sum(r.accepted > i for r in drafted) for i in range(longest)]
-        tested = [sum(r.tested(i) for r in drafted) for i in range(longest)]
+        at, tested, reached = Positions.of(drafted)
         return Tally(
             rounds=len(records),
             drafted_rounds=len(drafted),
@@ -176,7 +193,7 @@ class Tally:
             conditional_acceptance_rate=accepted / sum(tested) if sum(tested) else None,
             acceptance_rate_per_position=[n / len(drafted) for n in reached],
             conditional_acceptance_rate_per_position=[n / t for n, t in zip(reached, tested, strict=True) if t],
-            acceptance_histogram=_histogram(drafted, longest) if drafted else [],
+            acceptance_histogram=_histogram(drafted, len(at)) if drafted else [],
             acceptance_histogram_per_length={
                 k: _histogram([r for r in drafted if r.depth == k], k) for k in sorted({r.depth for r in drafted})
             },

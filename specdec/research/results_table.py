@@ -26,22 +26,14 @@ IN_WORDS = {name: words for words, name in RATES.items()} | {
 }  # fmt: skip
 # Where it is not told:
 SHOWN = (
-    "tokens_per_round",
-    *RATES.values(),
-    "acceptance_length",
-    "acceptance_rate",
-    "speedup",
-    "distance",
-    "loop_share",
-)
+    "tokens_per_round", *RATES.values(), "acceptance_length", "acceptance_rate", "speedup", "distance", "loop_share",
+)  # fmt: skip
 SPECIAL = {c: rf"\{c}" for c in "&%$#_{}"} | {
     "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}",
     ">": r"\textgreater{}", "|": r"\textbar{}",
 }  # fmt: skip
 FIGURES = {*SHOWN, "tokens_per_second", "decode_speedup", "predicted_speedup"}
 MISSING, MOST_DIGITS = "-", 15
-
-
 INTERVALS = "95 % intervals over prompts"
 LONG = 40  # rows that no longer fit a page
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.config import check_whole
-from specdec.errors import SpecdecError
+from specdec.errors import SpecdecError, need
 from specdec.research.ablation.config import load_ablation
 from specdec.research.ablation.runner import run_ablation
 
@@ -53,10 +53,7 @@ def run_on_cluster(
 
 
 def _connected() -> Any:
-    try:
-        import ray
-    except ImportError:
-        raise SpecdecError("--engine ray needs the package ray: install specdec[ray]") from None
+    ray = need("ray", "--engine ray needs", "ray")
     if not ray.is_initialized():
         try:
             ray.init(address="auto", log_to_driver=False)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
-from specdec.errors import SpecdecError
+from specdec.errors import SpecdecError, need
 from specdec.research.ablation.summary import SUMMED, conversation
 from specdec.research.ablation.table import Row, as_rows, with_plain
 from specdec.research.bootstrap import Interval
@@ -171,7 +171,7 @@ def make_axes(count: int, given: Any = None) -> tuple[Figure | None, list[Any]]:
         if count > 1:
             raise SpecdecError("ax and panel: give axes for one panel, and `where` for its rows")
         return None, [given]
-    need_matplotlib("plots")
+    need("matplotlib", "plots need", "research")
     from matplotlib.figure import Figure
 
     columns = min(count, COLUMNS)
@@ -181,14 +181,6 @@ def make_axes(count: int, given: Any = None) -> tuple[Figure | None, list[Any]]:
     for spare in list(figure.subplots(lines, columns, squeeze=False).flat)[count:]:
         spare.remove()
     return figure, figure.axes
-
-
-def need_matplotlib(what: str = "reports") -> None:
-    """Raise SpecdecError where plots could not be made."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise SpecdecError(f"{what} need the package matplotlib: install specdec[research]") from None
 
 
 def error_bars(axes: Any, points: Iterable[tuple[float, Interval]], label: str, **style: Any) -> Any:

@@ -6,13 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from specdec.errors import SpecdecError
+from specdec.errors import SpecdecError, need
 from specdec.files.texts import write_file
-from specdec.research.ablation.look import need_matplotlib
 from specdec.research.ablation.report import render
 from specdec.research.ablation.store import Store, read_checked
 from specdec.research.ablation.summary import summarise
-from specdec.research.ablation.table import TABLE, need_pyarrow, table_of, write_table
+from specdec.research.ablation.table import TABLE, table_of, write_table
 from specdec.research.loops import without_loops
 
 SUMMARY, REPORT = "summary.json", "report.html"
@@ -20,8 +19,8 @@ SUMMARY, REPORT = "summary.json", "report.html"
 
 def check_packages() -> None:
     """Raise SpecdecError now, and not after hours, where a package for the table or the report is missing."""
-    need_pyarrow()
-    need_matplotlib()
+    need("pyarrow.parquet", "tables need", "research")
+    need("matplotlib", "reports need", "research")
 
 
 def merge(

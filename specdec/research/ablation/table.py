@@ -22,20 +22,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from specdec.errors import SpecdecError
+from specdec.errors import SpecdecError, need
 from specdec.files.texts import as_path, is_file, is_folder, parse_json, write_file
 from specdec.research.ablation.config import PLAIN
 from specdec.research.ablation.store import Store, read_checked
 from specdec.research.exactness.equality import first_difference
 from specdec.research.loops import loop_tokens
-from specdec.stats import RoundRecord, Tally
+from specdec.stats import Positions, RoundRecord, Tally
 
 TABLE = "table.parquet"
 SECONDS = ("seconds", "prefill_seconds", "draft_seconds", "verify_seconds", "other_seconds")
 TIMES = (
     *SECONDS, "tokens_per_second", "strategy_seconds", *(f"plain_{name}" for name in SECONDS if name[0] in "spv")
 )  # fmt: skip
-COUNTS = ("rounds", "drafted_rounds", "draft_tokens", "accepted_tokens", "generated_tokens")
+COUNTED = (
+    "rounds", "drafted_rounds", "draft_tokens", "tested_tokens", "accepted_tokens", "generated_tokens",
+    "tokens_per_round", "acceptance_length", "draft_acceptance_rate", "conditional_acceptance_rate",
+    "acceptance_histogram",
+)  # fmt: skip
 AS_THEY_ARE = (
     "prompt_tokens", "prompt_hash", "chat_template", "row_seed", "finish_reason", "exact", "lossy", "versions",
     "tokens", "text", "records",
@@ -73,27 +77,20 @@ def labels(cells: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     seen = {name: {repr(v.get(name)) for v in columns.values()} for name in axes}
     seen["acceptance"].discard("None")  # of the references, which accept nothing
     varying = [name for name, values in seen.items() if len(values) > 1]
-    short = _short(varying)
+    last = {name: name.rpartition(".")[2] for name in varying}  # a parameter without its strategy, if that says which
+    short = {name: part if list(last.values()).count(part) == 1 else name for name, part in last.items()}
+    short["temperature"] = "T"
     found = {}
     for key, values in columns.items():
         parts = [str(values["pair"])] if "pair" in varying else []
         parts.append(str(values["strategies"]))
         for name in varying:
             if name != "pair" and values.get(name) is not None:
-                parts.append(str(values[name]) if name == "acceptance" else f"{short[name]}={_value(values[name])}")
+                value = values[name]
+                text = f"{value:g}" if isinstance(value, float) else str(value)
+                parts.append(text if name == "acceptance" else f"{short[name]}={text}")
         found[key] = " ".join(parts)
     return found
-
-
-def _short(axes: Sequence[str]) -> dict[str, str]:
-    """Names for labels: a strategy's parameter without the strategy, where that says which."""
-    last = {name: name.rpartition(".")[2] for name in axes}
-    plain = {name: part if list(last.values()).count(part) == 1 else name for name, part in last.items()}
-    return {**plain, "temperature": "T"}
-
-
-def _value(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _settings(cell: Mapping[str, Any]) -> Row:
@@ -148,30 +145,16 @@ def _flat(entry: Mapping[str, Any], cell: Mapping[str, Any], prompt: Mapping[str
 
 
 def figures(entry: Mapping[str, Any]) -> Row:
-    """Acceptance figures of a row from its rounds.
-
-    drafted[i], tested[i], reached[i]: rounds whose draft had a token (of a tree, a level) i, that tested it, and that
-        accepted it; their sums over rows give every acceptance rate.
-    """
+    """Acceptance figures of a row from its rounds, pooled and by position (`specdec.stats`)."""
     records = [RoundRecord(*record) for record in entry.get("records") or ()]
     tally = Tally.of(records)
-    depth = max((r.depth for r in records), default=0)
-    tested = [sum(r.tested(i) for r in records) for i in range(depth)]
     tokens = entry.get("tokens") or ()
     return {
-        **{name: getattr(tally, name) for name in COUNTS},
+        **{name: getattr(tally, name) for name in COUNTED},
         "emitted_tokens": len(tokens),
         "distance": entry.get("distance"),
         **loops(tokens),
-        "tested_tokens": sum(tested),
-        "tokens_per_round": tally.tokens_per_round,
-        "acceptance_length": tally.acceptance_length,
-        "draft_acceptance_rate": tally.draft_acceptance_rate,
-        "conditional_acceptance_rate": tally.conditional_acceptance_rate,
-        "drafted": [sum(r.depth > i for r in records) for i in range(depth)],
-        "reached": [sum(r.accepted > i for r in records) for i in range(depth)],
-        "tested": tested,
-        "acceptance_histogram": tally.acceptance_histogram,
+        **Positions.of(records)._asdict(),
     }
 
 
@@ -218,19 +201,9 @@ def with_references(rows: Sequence[Row]) -> None:
 # -- Parquet ----------------------------------------------------------------------------------------------------------
 
 
-def need_pyarrow() -> Any:
-    """pyarrow, or a SpecdecError that says how to get it."""
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise SpecdecError("tables need the package pyarrow: install specdec[research]") from None
-    return pyarrow
-
-
 def write_table(rows: Sequence[Row], path: Path) -> None:
     """Write rows as Parquet; nested lists of mixed types go as JSON texts. A reader finds the old file or the new."""
-    arrow = need_pyarrow()
+    arrow = need("pyarrow.parquet", "tables need", "research")
     columns = list(dict.fromkeys(name for row in rows for name in row))
     plain = {}
     for name in columns:
@@ -255,7 +228,7 @@ def as_rows(results: Any) -> list[Row]:
             unmerged = is_file(path.parent / "run.json")
             hint = ": the ablation is not finished; specdec ablate merge FOLDER --partial makes one" if unmerged else ""
             raise SpecdecError(f"no results table at {path}{hint}")
-        arrow = need_pyarrow()
+        arrow = need("pyarrow.parquet", "tables need", "research")
         try:
             results = arrow.parquet.read_table(path)
         except (OSError, arrow.ArrowException) as error:

@@ -24,7 +24,7 @@ from typing import Any
 
 from specdec.config import unknown_name
 from specdec.decoding.prompts import join_parts
-from specdec.errors import SpecdecError
+from specdec.errors import SpecdecError, need
 from specdec.files.texts import expanded, first_line, is_file, parse_json, parse_json_lines, read_text
 
 HUB = "hf:"
@@ -115,10 +115,7 @@ def _array(path: Path) -> Iterator[tuple[str, int, Any]]:
 def _hub(source: Source) -> Iterator[tuple[str, int, Any]]:
     """Records of a data set on a hub, or below a folder, as the package `datasets` loads it."""
     name, options = source.place.removeprefix(HUB), source.options
-    try:
-        import datasets
-    except ImportError:
-        raise SpecdecError(f"{source.place} needs the package datasets: install specdec[hub]") from None
+    datasets = need("datasets", f"{source.place} needs", "hub")
     split = options.get("split", "train")
     try:
         table = datasets.load_dataset(name, options.get("config"), split=split, revision=options.get("revision"))

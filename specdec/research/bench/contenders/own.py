@@ -15,9 +15,12 @@ from specdec.drafters import make_drafters
 from specdec.errors import SpecdecError
 from specdec.research.bench.contenders.base import Contender, Output
 from specdec.research.bench.pair import sampled
+from specdec.stats import Positions
 from specdec.version import __version__
 
 DRAFTING = {"acceptance", "draft_length", "length_policy", "costs"}  # options that change no token of a comparable run
+OF_ROUNDS = ("rounds", "drafted_rounds", "draft_tokens", "accepted_tokens", "generated_tokens")
+OF_CALLS = ("emitted_tokens", "verify_passes", "host_reads", "draft_passes")
 SCENARIOS = {"max_new_tokens", "ignore_eos", "batch_size"}  # options that a scenario sets for all contenders
 
 
@@ -101,19 +104,12 @@ class Own(Contender):
 
 def _figures(out: Any) -> dict[str, Any]:
     """Counts and seconds of a call, which can be summed over calls; lists by position."""
-    stats = out.stats
-    total, records = stats.total, [r for row in stats.rows for r in row]
-    counts = ("rounds", "drafted_rounds", "draft_tokens", "accepted_tokens", "generated_tokens")
-    longest = max((r.depth for r in records), default=0)
+    stats, total = out.stats, out.stats.total
+    drafted, tested, accepted = Positions.of([r for row in stats.rows for r in row])
     return {
-        **{name: getattr(total, name) for name in counts},
-        "emitted_tokens": stats.emitted_tokens,
-        "verify_passes": stats.verify_passes,
-        "host_reads": stats.host_reads,
-        "draft_passes": stats.draft_passes,
-        "tested": [sum(r.tested(i) for r in records) for i in range(longest)],
-        "accepted": [sum(r.accepted > i for r in records) for i in range(longest)],
-        "drafted": [sum(r.depth > i for r in records) for i in range(longest)],
+        **{name: getattr(total, name) for name in OF_ROUNDS},
+        **{name: getattr(stats, name) for name in OF_CALLS},
+        **{"tested": tested, "accepted": accepted, "drafted": drafted},
         "time": stats.times.to_dict(),
         "exact": out.provenance["exact"],
     }
