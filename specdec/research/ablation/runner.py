@@ -195,7 +195,7 @@ class _Run:
                 out, trace = _generate(loaded.decoder, cell, ids, traced)
                 made = dict(zip(ids, rows_of(out, time.perf_counter() - started), strict=True))
                 if trace is not None:
-                    trace.save(self._traces() / f"{cell.key}-{number}")
+                    trace.save(self.store.folder / TRACES / f"{cell.key}-{number}")
             except Exception as error:  # a cell that fails, out of memory included, must not stop the rest
                 failures |= dict.fromkeys(ids, _as_error(error))
             self.session.decode += time.perf_counter() - started
@@ -213,15 +213,6 @@ class _Run:
             }
             rows.append({**_head(cell, p, self.plan, number), **own, **made[p.id]})
         return rows
-
-    def _traces(self) -> Path:
-        """The folder of traces, which exists then."""
-        folder = self.store.folder / TRACES
-        try:
-            folder.mkdir(exist_ok=True)
-        except OSError as error:
-            raise SpecdecError(f"cannot write {folder}: {error.strerror}") from error
-        return folder
 
     def _ids(self, loaded: _Loaded, cell: Cell, prompt: Prompt) -> Ids:
         """The prompt's ids; a later turn's have the cell's own answers to the turns before it."""

@@ -8,7 +8,7 @@ their own sampling.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -125,19 +125,15 @@ def _against_plain(sound: Sequence[Row], rows: Sequence[Row]) -> dict[str, Any]:
     mine, plain = paired(sound, references(sound, rows))
     if not mine:
         return dict.fromkeys(("speedup", "decode_speedup", "speedup_p", "predicted_speedup"))
-    tokens, whole, without = (
-        [[value(c) for c in side] for side in (mine, plain)]
-        for value in (
-            lambda c: c["emitted_tokens"],
-            lambda c: c["seconds"],
-            lambda c: c["seconds"] - c["prefill_seconds"],
-        )
-    )
+    tokens = [[c["emitted_tokens"] for c in side] for side in (mine, plain)]
+    seconds = [[c["seconds"] for c in side] for side in (mine, plain)]
+    decoding = [[c["seconds"] - c["prefill_seconds"] for c in side] for side in (mine, plain)]
+    whole, decode = (tuple(zip(tokens, below, strict=True)) for below in (seconds, decoding))
     costs = measured_costs(mine, plain)
     return {
-        "speedup": ratio_of_ratios((tokens[0], whole[0]), (tokens[1], whole[1])).to_dict(),
-        "decode_speedup": ratio_of_ratios((tokens[0], without[0]), (tokens[1], without[1])).to_dict(),
-        "speedup_p": swap_test((tokens[0], whole[0]), (tokens[1], whole[1])),
+        "speedup": ratio_of_ratios(*whole).to_dict(),
+        "decode_speedup": ratio_of_ratios(*decode).to_dict(),
+        "speedup_p": swap_test(whole[0], whole[1]),
         "costs": costs,
         "predicted_speedup": predicted_speedup(costs),
     }
@@ -285,16 +281,12 @@ def compare_settings(name: str, a: Sequence[Row], other: str, b: Sequence[Row]) 
 
 
 def _categories(group: Sequence[Row]) -> dict[str, Any]:
-    found: dict[str, list[Row]] = {r["category"]: [] for r in group}
-    for row in group:
-        found[row["category"]] += [row] * (row["status"] == "ok")
-    return {c: {"prompts": len({conversation(r) for r in rows}), **_ratios(rows)} for c, rows in found.items()}
+    names = dict.fromkeys(r["category"] for r in group)
+    sound = {c: [r for r in group if r["category"] == c and r["status"] == "ok"] for c in names}
+    return {c: {"prompts": len({conversation(r) for r in rows}), **_ratios(rows)} for c, rows in sound.items()}
 
 
 def _errors(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Errors with the number of rows that met them, by setting."""
-    counts: dict[tuple[str, str], int] = defaultdict(int)
-    for row in rows:
-        if row["status"] != "ok":
-            counts[row["setting"], row["error"]] += 1
+    counts = Counter((row["setting"], row["error"]) for row in rows if row["status"] != "ok")
     return [{"setting": s, "error": e, "rows": n} for (s, e), n in counts.items()]
