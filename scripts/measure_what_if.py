@@ -40,7 +40,6 @@ import specdec
 from specdec.decoding.provenance import device_name, versions
 from specdec.files.compact_json import write_json
 from specdec.files.texts import write_atomically
-from specdec.research.bootstrap import ratio_error
 from specdec.research.offline import what_if
 from specdec.research.offline.replay import Text, load_texts
 from specdec.research.prompts.datasets import load_prompts
@@ -127,6 +126,20 @@ class Found:
                 **_difference(estimate / measured, known),
             }
         return row
+
+
+def ratio_error(numerators: Sequence[float], denominators: Sequence[float], groups: Sequence[int]) -> float | None:
+    """Standard error of sum over sum, of independent rows in given groups (texts drawn of each prompt), linearised:
+    only what rows of one group differ by counts. None where a group has one row."""
+    top, bottom, names = (np.asarray(column, dtype=np.float64) for column in (numerators, denominators, groups))
+    rest = top - top.sum() / bottom.sum() * bottom
+    variance = 0.0
+    for name in np.unique(names):
+        own = rest[names == name]
+        if len(own) < 2:
+            return None
+        variance += len(own) * float(own.var(ddof=1))
+    return float(np.sqrt(variance) / bottom.sum())
 
 
 def _difference(ratio: float, error: float | None) -> Row:

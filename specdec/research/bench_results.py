@@ -58,23 +58,18 @@ class BenchResults(Tabular):
 
     def where(self, keep: Mapping[str, Any] | None = None, **values: Any) -> BenchResults:
         """Some of the rows: those with these values, or one of a list. Raises SpecdecError where none is left."""
-        values = {**(keep or {}), **values}
-        for name in values:
-            self._check("where", name, self.dimensions)
-        wanted = {n: v if isinstance(v, (list, tuple, set)) else [v] for n, v in values.items()}
+        wanted = self._wanted({**(keep or {}), **values}, self.dimensions)
         kept = [r for r in self.rows if all(r[n] in v for n, v in wanted.items())]
         if not kept:
-            raise SpecdecError(f"{self.source}: no row has {values}")
+            raise SpecdecError(f"{self.source}: no row has {wanted}")
         return BenchResults(self.dimensions, kept, self.intervals, self.source)
 
     def by(self, *names: str) -> ResultTable:
         """The figures with these dimensions first, as arguments or a list; without one, with all. Raises SpecdecError
         where a dimension is left out that tells rows apart: a document has nothing to pool them from."""
         names = named("by", names) or self.dimensions
-        for name in names:
-            self._check("by", name, self.dimensions)
-        rest = [n for n in self.dimensions if n not in names]
-        for name in rest:
+        self._check("by", names, self.dimensions)
+        for name in (n for n in self.dimensions if n not in names):
             found = list(dict.fromkeys(r[name] for r in self.rows))
             if len(found) > 1:
                 raise SpecdecError(
@@ -84,14 +79,6 @@ class BenchResults(Tabular):
         rows = [{n: r[n] for n in (*names, *(c for c in r if c not in self.dimensions))} for r in self.rows]
         return ResultTable(names, rows, self.intervals)
 
-    def to_pandas(self) -> Any:
-        """A data frame of all figures. Raises SpecdecError without pandas."""
-        return self.by().to_pandas()
-
-    def to_csv(self, path: str | Path | None = None) -> str:
-        """All figures as CSV; returned, and written where `path` is given."""
-        return self.by().to_csv(path)
-
     def without_loops(self) -> BenchResults:
         """Raises SpecdecError: a document has no rows to leave out."""
         raise SpecdecError(f"{self.source}: leaving loops out needs rows, and {POOLED}")
@@ -99,10 +86,6 @@ class BenchResults(Tabular):
     def against(self, baseline: str) -> ResultTable:
         """Raises SpecdecError: a document has no rows to pair."""
         raise SpecdecError(f"{self.source}: a paired comparison needs rows, and {POOLED}")
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        """The rows of `by().flat()`."""
-        return iter(self.by())
 
     def __repr__(self) -> str:
         return f"BenchResults({len(self.rows)} rows by {', '.join(self.dimensions)}, from {self.source})"
@@ -122,19 +105,16 @@ def _of_smoke(data: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         for category, entry in found.get("summary", {}).items():
             advice = entry["advice"]
             rate = advice.get("conditional_acceptance_rate", advice.get("acceptance"))
+            names = ("tokens_per_round", *RATES.values(), "acceptance_length")
+            counted: dict[str, dict[str, Any]] = {
+                "speculative": {**{name: entry.get(name) for name in names}, "conditional_acceptance_rate": rate},
+                "plain": {**dict.fromkeys(names), "tokens_per_round": 1.0, "acceptance_length": 1.0},
+            }
             for contender, speed in entry["tokens_per_second"].items():
-                names = ("tokens_per_round", *RATES.values(), "acceptance_length")
-                counted: dict[str, Any] = dict.fromkeys(names)
-                if contender == "speculative":
-                    counted = {**{name: entry.get(name) for name in names}, "conditional_acceptance_rate": rate}
-                elif contender == "plain":
-                    counted |= {"tokens_per_round": 1.0, "acceptance_length": 1.0}
                 gain = entry["ratios"].get(f"{contender}_to_plain")
-                yield {
-                    **{"suite": suite, "category": category, "contender": contender},
-                    **{name: _interval(value) for name, value in counted.items()},
-                    **{"tokens_per_second": _interval(speed), "speedup": _interval(gain)},
-                }
+                figures = {**counted.get(contender, dict.fromkeys(names)), "tokens_per_second": speed, "speedup": gain}
+                head = {"suite": suite, "category": category, "contender": contender}
+                yield head | {name: _interval(value) for name, value in figures.items()}
 
 
 def _interval(found: Any) -> Interval:

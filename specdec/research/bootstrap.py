@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
 from specdec.errors import SpecdecError
 
-DRAWS = 2000
+Fraction = tuple[Sequence[float], Sequence[float]]  # numerators and denominators by cluster: a figure is sum over sum
+DRAWS, SWAPS = 2000, 10_000
 EXACT_UP_TO = 13  # clusters: 8,192 sign patterns
 _LEVEL = 0.95
 
@@ -46,63 +48,34 @@ def ratio(numerators: Sequence[float], denominators: Sequence[float], level: flo
     return _interval(_over(top.sum(), bottom.sum()), _over(weights @ top, weights @ bottom), level, len(top))
 
 
-def median(values: Sequence[float], level: float = _LEVEL, seed: int = 0) -> Interval:
+def median(values: Sequence[float]) -> Interval:
     """The median of repeats of one measurement, and its interval, which never leaves their range."""
     found = np.asarray(values, dtype=np.float64)
     if found.ndim != 1 or len(found) == 0:
         raise SpecdecError(f"expected one value a repeat, got {found.shape}")
-    drawn = np.random.default_rng(seed).integers(0, len(found), (DRAWS, len(found)))
-    return _interval(np.asarray(np.median(found)), np.median(found[drawn], axis=1), level, len(found))
+    drawn = np.random.default_rng(0).integers(0, len(found), (DRAWS, len(found)))
+    return _interval(np.asarray(np.median(found)), np.median(found[drawn], axis=1), _LEVEL, len(found))
 
 
-def ratio_error(numerators: Sequence[float], denominators: Sequence[float], groups: Sequence[int]) -> float | None:
-    """Standard error of sum over sum, of independent rows in given groups (texts drawn of each prompt), linearised:
-    only what rows of one group differ by counts. None where a group has one row."""
-    top, bottom = _columns(numerators, denominators)
-    rest, names = top - _over(top.sum(), bottom.sum()) * bottom, np.asarray(groups)
-    variance = 0.0
-    for name in np.unique(names):
-        own = rest[names == name]
-        if len(own) < 2:
-            return None
-        variance += len(own) * float(own.var(ddof=1))
-    return float(np.sqrt(variance) / bottom.sum())
+def ratio_of_ratios(a: Fraction, b: Fraction) -> Interval:
+    """Figure of a over figure of b on the same clusters, as a speed-up."""
+    return _compared(a, b, _over)
 
 
-def ratio_of_ratios(
-    a: tuple[Sequence[float], Sequence[float]],
-    b: tuple[Sequence[float], Sequence[float]],
-    level: float = _LEVEL,
-    seed: int = 0,
-) -> Interval:
-    """Figure of a over figure of b on the same clusters, as a speed-up: each is (numerators, denominators)."""
-    (top_a, bottom_a), (top_b, bottom_b) = _columns(*a), _columns(*b)
-    weights = _draws(_paired(top_a, top_b), seed)
-    value = _over(_over(top_a.sum(), bottom_a.sum()), _over(top_b.sum(), bottom_b.sum()))
-    drawn = _over(_over(weights @ top_a, weights @ bottom_a), _over(weights @ top_b, weights @ bottom_b))
-    return _interval(value, drawn, level, len(top_a))
-
-
-def difference(
-    a: tuple[Sequence[float], Sequence[float]],
-    b: tuple[Sequence[float], Sequence[float]],
-    level: float = _LEVEL,
-    seed: int = 0,
-) -> Interval:
+def difference(a: Fraction, b: Fraction) -> Interval:
     """Figure of a minus figure of b on the same clusters."""
+    return _compared(a, b, np.subtract)
+
+
+def _compared(a: Fraction, b: Fraction, how: Callable[[Any, Any], np.ndarray]) -> Interval:
     (top_a, bottom_a), (top_b, bottom_b) = _columns(*a), _columns(*b)
-    weights = _draws(_paired(top_a, top_b), seed)
-    value = _over(top_a.sum(), bottom_a.sum()) - _over(top_b.sum(), bottom_b.sum())
-    drawn = _over(weights @ top_a, weights @ bottom_a) - _over(weights @ top_b, weights @ bottom_b)
-    return _interval(value, drawn, level, len(top_a))
+    weights = _draws(_paired(top_a, top_b), 0)
+    value = how(_over(top_a.sum(), bottom_a.sum()), _over(top_b.sum(), bottom_b.sum()))
+    drawn = how(_over(weights @ top_a, weights @ bottom_a), _over(weights @ top_b, weights @ bottom_b))
+    return _interval(value, drawn, _LEVEL, len(top_a))
 
 
-def swap_test(
-    a: tuple[Sequence[float], Sequence[float]],
-    b: tuple[Sequence[float], Sequence[float]],
-    draws: int = 10_000,
-    seed: int = 0,
-) -> float | None:
+def swap_test(a: Fraction, b: Fraction, draws: int = SWAPS) -> float | None:
     """Two-sided p-value of `difference(a, b)`, if the two settings could change places in every cluster.
 
     None with fewer than two clusters in which anything was counted.
@@ -115,7 +88,7 @@ def swap_test(
     if len(counted) <= EXACT_UP_TO:
         stays = np.array(list(itertools.product((1.0, 0.0), repeat=len(counted))))
     else:
-        stays = np.random.default_rng(seed).integers(0, 2, (draws + 1, len(counted))).astype(np.float64)
+        stays = np.random.default_rng(0).integers(0, 2, (draws + 1, len(counted))).astype(np.float64)
         stays[0] = 1.0  # what was observed
     tops, bottoms = (np.stack(pair)[:, counted] for pair in ((top_a, top_b), (bottom_a, bottom_b)))
     left, right = (
@@ -128,11 +101,11 @@ def swap_test(
     return float((found >= found[0] * (1 - 1e-12)).mean())  # the same sum in another order may round below itself
 
 
-def least_p(clusters: int, draws: int = 10_000) -> float | None:
+def least_p(clusters: int) -> float | None:
     """What `swap_test` cannot fall below with so many clusters; None with fewer than two."""
     if clusters < 2:
         return None
-    return 2 / 2**clusters if clusters <= EXACT_UP_TO else 1 / (draws + 1)
+    return 2 / 2**clusters if clusters <= EXACT_UP_TO else 1 / (SWAPS + 1)
 
 
 def t_quantile(probability: float, degrees: int) -> float:

@@ -98,9 +98,8 @@ class Results(Tabular):
             keep = None
         if keep is not None and not callable(keep):
             raise SpecdecError(f"where: expected a function of a row, or column=value, got {keep!r}")
-        for name in values:
-            self._check("where", ALIASES.get(name, name), [n for n in self.dimensions if n not in ROUNDS[1:]])
-        wanted = {ALIASES.get(n, n): v if isinstance(v, (list, tuple, set)) else [v] for n, v in values.items()}
+        named_values = {ALIASES.get(name, name): value for name, value in values.items()}
+        wanted = self._wanted(named_values, [n for n in self.dimensions if n not in ROUNDS[1:]])
 
         def fits(row: Row) -> bool:
             found = {n: chain_of(row) if n == "strategy" else [row.get(n)] for n in wanted}
@@ -120,8 +119,7 @@ class Results(Tabular):
         """Figures with intervals by any combination of `dimensions`, as arguments or a list; without one, by
         `setting`."""
         names = tuple(ALIASES.get(n, n) for n in named("by", names)) or ("setting",)
-        for name in names:
-            self._check("by", name, self.dimensions)
+        self._check("by", names, self.dimensions)
         if len(set(names)) < len(names):
             raise SpecdecError(f"by: a dimension is named twice in {', '.join(names)}")
         sound = [r for r in self.rows if r["status"] == "ok"]

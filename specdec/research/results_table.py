@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -142,10 +141,7 @@ class ResultTable:
         return f"ResultTable({len(self.rows)} rows by {', '.join(self.names)})"
 
     def _repr_html_(self) -> str:
-        shown = self.text_table()
-        head = "".join(f"<th>{escape(h)}</th>" for h in shown.heads)
-        body = "".join(f"<tr>{''.join(f'<td>{escape(c)}</td>' for c in row)}</tr>" for row in shown.rows)
-        return f"<table><tr>{head}</tr>{body}</table>"
+        return self.text_table().html()
 
 
 class Tabular:
@@ -157,6 +153,14 @@ class Tabular:
         """Figures with intervals by dimensions."""
         raise NotImplementedError
 
+    def to_pandas(self) -> Any:
+        """`by().to_pandas()`."""
+        return self.by().to_pandas()
+
+    def to_csv(self, path: str | Path | None = None) -> str:
+        """`by().to_csv(...)`."""
+        return self.by().to_csv(path)
+
     def to_latex(self, path: str | Path | None = None, **options: Any) -> str:
         """`by().to_latex(...)`."""
         return self.by().to_latex(path, **options)
@@ -164,13 +168,22 @@ class Tabular:
     def __len__(self) -> int:
         return len(self.rows)
 
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self.by())
+
     def _repr_html_(self) -> str:
         return self.by()._repr_html_()
 
     @staticmethod
-    def _check(what: str, name: str, known: Sequence[str]) -> None:
-        if name not in known:
-            raise unknown_name(f"dimension of {what}", name, known)
+    def _check(what: str, names: Iterable[str], known: Sequence[str]) -> None:
+        for name in names:
+            if name not in known:
+                raise unknown_name(f"dimension of {what}", name, known)
+
+    def _wanted(self, values: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
+        """What `where` keeps, by dimension: a collection of values."""
+        self._check("where", values, known)
+        return {n: v if isinstance(v, (list, tuple, set)) else [v] for n, v in values.items()}
 
 
 def spelled(prompts: Sequence[int]) -> str:

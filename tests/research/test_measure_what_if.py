@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import specdec
@@ -152,3 +153,18 @@ def test_the_document_says_what_the_result_says() -> None:
     assert "| greedy | - | `suffix` | 3 | 1,234 | 2.000 | 2.000 | +0.00% | - |" in made
     assert "+1.00% (error unknown)" in made
     assert "| +1.00% (-0.20% to +2.20%) | -3.00% (-7.00% to +1.00%) |" in made
+
+
+def test_the_error_of_a_ratio_is_what_drawing_again_gives(script: Any) -> None:
+    """Two prompts that differ much, drawn many times over: only the spread within each counts."""
+    rng = np.random.default_rng(1)
+    groups = [0] * 40 + [1] * 40
+    values, errors = [], []
+    for _ in range(400):
+        rounds = np.concatenate([rng.integers(5, 15, 40), rng.integers(40, 60, 40)]).astype(float)
+        tokens = rounds * np.repeat([4.0, 1.5], 40) + rng.normal(0, 6, 80)
+        values.append(tokens.sum() / rounds.sum())
+        errors.append(script.ratio_error(tokens, rounds, groups))
+    assert np.mean(errors) == pytest.approx(np.std(values), rel=0.1)
+    assert script.ratio_error(tokens, rounds, [0] * 80) > 1.5 * np.mean(errors)  # the control: prompts taken for one
+    assert script.ratio_error([1.0, 2.0, 3.0], [1.0, 1.0, 1.0], [0, 0, 1]) is None

@@ -11,13 +11,13 @@ import pytest
 import specdec
 from specdec import SpecdecError, theory
 from specdec.demo_models import draft_path, target_path
-from specdec.research.bootstrap import ratio_error
 from specdec.research.offline import forcing, what_if
 from specdec.research.offline.replay import Text
 from specdec.research.offline.what_if import WhatIf, draft_lengths, estimate, round_starts
 from specdec.theory import Costs
 from tests.helpers.laws import small_model
 from tests.helpers.playing import looping, quoting_ids, random_ids, weaker
+from tests.helpers.scripts import load_script
 from tests.helpers.tiny import tiny_model
 
 VOCAB = 24
@@ -94,7 +94,9 @@ def _own_texts(decoder: Any, out: Any, prompts: Any) -> tuple[float, float]:
     """Rounds of a `leviathan` run over those estimated for the texts that it wrote, less 1, and its standard error."""
     plan = estimate(decoder, prompts, (4,), outputs=out.token_ids, acceptance="leviathan", **SAMPLED).plans[0]
     rounds, expected = [len(r) for r in out.stats.rows], [c[1] for c in plan.counts]
-    error = ratio_error(rounds, expected, [i // SAMPLED["num_return_sequences"] for i in range(len(rounds))])
+    error = load_script("measure_what_if").ratio_error(
+        rounds, expected, [i // SAMPLED["num_return_sequences"] for i in range(len(rounds))]
+    )
     assert error is not None
     return sum(rounds) / sum(expected) - 1, error
 

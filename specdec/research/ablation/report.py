@@ -141,16 +141,8 @@ def _banners(summary: Mapping[str, Any]) -> str:
 
 def _table(table: Table, bad: Collection[int] = ()) -> str:
     """A table, nothing without rows; bad: rows that are marked."""
-    head = "".join(f"<th>{text(name)}</th>" for name in table.heads)
-    body = ""
-    for i, row in enumerate(table.rows):
-        cells = "".join(f"<td>{INTERVAL.sub(_whole, text(cell))}</td>" for cell in row)
-        body += f"<tr class='{'bad' * (i in bad)}'>{cells}</tr>"
-    return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>' if table.rows else ""
-
-
-def _whole(found: re.Match[str]) -> str:
-    return f'{found[1]}<span class="whole">{found[2]}</span>'
+    made = table.html(bad, lambda cell: INTERVAL.sub(r'\1<span class="whole">\2</span>', text(cell)))
+    return f'<div class="scroll">{made}</div>' if table.rows else ""
 
 
 def _comparisons(summary: Mapping[str, Any]) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from html import escape
 from typing import Any, NamedTuple
 
 NOISY = "costs measured with noise: a pass of more tokens was faster than plain"
@@ -23,6 +24,14 @@ class Table(NamedTuple):
     def markdown(self) -> str:
         """As Markdown, without the title; empty where there are no rows."""
         return markdown(self.heads, self.rows) if self.rows else ""
+
+    def html(self, bad: Collection[int] = (), text: Callable[[str], str] = escape) -> str:
+        """As HTML, without the title; bad: rows that are marked; text: what makes HTML of a cell."""
+        head = "".join(f"<th>{text(name)}</th>" for name in self.heads)
+        body = ""
+        for i, row in enumerate(self.rows):
+            body += f"<tr class='{'bad' * (i in bad)}'>{''.join(f'<td>{text(cell)}</td>' for cell in row)}</tr>"
+        return f"<table><tr>{head}</tr>{body}</table>"
 
 
 def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
