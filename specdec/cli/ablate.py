@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -112,7 +113,7 @@ def _check_engine(engine: str | None, workers: int | None, shard: str | None) ->
 
 def _print_work(work: Work, out: Path, as_json: bool) -> None:
     if as_json:
-        output.print_json(work.to_dict())
+        output.print_json(asdict(work))
         return
     left = "unknown before the first rows, since nothing is loaded and timed; the run says it after two calls"
     if work.seconds_left is not None:

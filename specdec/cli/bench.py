@@ -25,9 +25,7 @@ if TYPE_CHECKING:
 
 FAILED = 1
 Save = Callable[[dict[str, Any]], None]
-Done = tuple[
-    dict[str, Any], Callable[[Console, dict[str, Any]], None], bool
-]  # a result, its printer, whether it passed
+Done = tuple[dict[str, Any], Callable[[Console, dict[str, Any]], None], bool]  # a result, its printer, if it passed
 Names = list[str] | None
 
 

@@ -22,17 +22,8 @@ if TYPE_CHECKING:
     from specdec.decoding.result import Generation
     from specdec.research.prompts.datasets import Prompt
 
-SHARED = (
-    "models",
-    "weights",
-    "strategies",
-    "own_code",
-    "seed",
-    "settings",
-    "devices",
-    "dtypes",
-    "versions",
-)  # of the provenance
+# Of the provenance:
+SHARED = ("models", "weights", "strategies", "own_code", "seed", "settings", "devices", "dtypes", "versions")
 
 
 @with_groups

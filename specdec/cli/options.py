@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 AsJson = Annotated[bool, Option("--json", help="Print one JSON document.")]
 DropLoops = Annotated[bool, Option("--drop-loops", help="Leave texts that repeat one piece to their end out.")]
-Out = Annotated[Path | None, Option(help="Also write the JSON document to this file.")]
 Texts = list[str] | None
 # What --dataset takes: docs/datasets.md.
 SETS = "spec-bench, humaneval, gsm8k; a JSON-lines, chat or text file; or hf:owner/name."

@@ -60,27 +60,14 @@ def facets(
         raise no_figure(figure, [n for n, v in rows[0].items() if isinstance(v, Interval)], table.names)
     titles = list(dict.fromkeys(r[panel] for r in rows)) if panel is not None else [None]
     made, axes = make_axes(len(titles), ax)
-    colours, places = (list(dict.fromkeys(r[n] for r in rows)) for n in (colour, x))
-    numbers = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in places)
-    look = looks([str(v) for v in colours], strategies=colour == "strategy")
-    step = min((b - a for a, b in pairwise(places) if b > a), default=1) if numbers else 1
     source = found.rows if isinstance(found, Results) else []
+    curves = _Curves(rows, figure, x, colour)
     for place, title in zip(axes, titles, strict=True):
         shown = [r for r in rows if panel is None or r[panel] == title]
-        for i, value in enumerate(colours):
-            own = [r for r in shown if r[colour] == value]
-            at = [(r[x] if numbers else places.index(r[x])) + shift(i, len(colours), step) for r in own]
-            points = zip(at, (r[figure] for r in own), strict=True)
-            style = {"color": look[i][0], "marker": look[i][1], "linestyle": "-" if numbers else "none"}
-            error_bars(place, points, str(value), **style)
-        place.set_xlabel(in_words(x))
-        place.set_ylabel(in_words(figure))
+        curves.draw(place, shown)
         if panel is not None:
             looped = [r for r in source if title in _values(r, panel)]
             place.set_title(panel_title(panel, title, _prompts(shown), looped), fontsize=10)
-        place.grid(alpha=0.25)
-        ticks = [str(p) if numbers else _tick(p, [r for r in shown if r[x] == p]) for p in places]
-        place.set_xticks(places if numbers else range(len(places)), ticks)
     if made is not None:
         low, high = zip(*(place.get_ylim() for place in axes), strict=True)
         left, right = zip(*(place.get_xlim() for place in axes), strict=True)
@@ -89,6 +76,31 @@ def facets(
     loops = shares((str(value), r) for r in source for value in _values(r, colour)) if panel is None else {}
     finish(axes, made, loops, note)
     return axes[0].figure  # type: ignore[no-any-return]
+
+
+class _Curves:
+    """What all panels share: the places of x, and a colour and a marker for each value of `colour`."""
+
+    def __init__(self, rows: Sequence[Mapping[str, Any]], figure: str, x: str, colour: str) -> None:
+        self.figure, self.x, self.colour = figure, x, colour
+        self.values, self.places = (list(dict.fromkeys(r[n] for r in rows)) for n in (colour, x))
+        self.numbers = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in self.places)
+        self.look = looks([str(v) for v in self.values], strategies=colour == "strategy")
+        self.step = min((b - a for a, b in pairwise(self.places) if b > a), default=1) if self.numbers else 1
+
+    def draw(self, axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Draw a panel's rows into its axes."""
+        for i, value in enumerate(self.values):
+            own = [r for r in rows if r[self.colour] == value]
+            beside = shift(i, len(self.values), self.step)
+            at = [(r[self.x] if self.numbers else self.places.index(r[self.x])) + beside for r in own]
+            style = {"color": self.look[i][0], "marker": self.look[i][1], "linestyle": "-" if self.numbers else "none"}
+            error_bars(axes, zip(at, (r[self.figure] for r in own), strict=True), str(value), **style)
+        axes.set_xlabel(in_words(self.x))
+        axes.set_ylabel(in_words(self.figure))
+        axes.grid(alpha=0.25)
+        ticks = [str(p) if self.numbers else _tick(p, [r for r in rows if r[self.x] == p]) for p in self.places]
+        axes.set_xticks(self.places if self.numbers else range(len(self.places)), ticks)
 
 
 def _prompts(rows: Sequence[Mapping[str, Any]]) -> list[int]:

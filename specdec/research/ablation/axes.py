@@ -32,11 +32,6 @@ def hits(strategies: Sequence[Mapping[str, Any]], axis: str) -> list[tuple[int, 
     return [(i, parameter) for i in chosen if parameter in parameters(strategies[i]["name"])]
 
 
-def of_strategies(axis: str) -> bool:
-    """Whether an axis sets parameters of strategies."""
-    return axis in SHORTHANDS or "." in axis
-
-
 def check_twice(config: AblationConfig) -> None:
     """Raise SpecdecError for an axis that has a value twice, as 0 and 0.0: all of its cells would run twice."""
     for axis, values in config.axes.items():
@@ -74,7 +69,7 @@ def _same(config: AblationConfig, where: str, point: Mapping[str, Any]) -> Itera
     """Pairs of names that set one parameter of one strategy. Raises SpecdecError for a name that sets none of any
     chain."""
     chains = _chains(config, where, point)
-    mine = [name for name in point if of_strategies(name)]
+    mine = [name for name in point if name in SHORTHANDS or "." in name]
     for axis in mine:
         if not any(hits(chain, axis) for chain in chains.values()):
             raise SpecdecError(f"{where}.{axis} has no effect: no strategy of {', '.join(chains) or 'none'} has it")
@@ -94,7 +89,7 @@ def _hidden(config: AblationConfig, axis: str) -> str | None:
         for name, models in config.pairs.items():
             if getattr(models, axis) != getattr(PairConfig, axis):
                 return f"pairs.{name}.{axis}={getattr(models, axis)!r}"
-    if of_strategies(axis):
+    if axis in SHORTHANDS or "." in axis:
         for name, chain in _chains(config, "axes", config.axes).items():
             for place, parameter in hits(chain, axis):
                 if parameter in chain[place]:

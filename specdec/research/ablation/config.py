@@ -222,16 +222,10 @@ class AblationConfig:
         names = list(dict.fromkeys(name for point in points for name in ("pair", *point)))
         found: dict[str, Cell] = {}
         for point in points:
-            for cell in self._with_plain(point, names):
-                found.setdefault(cell.key, cell)
+            cell = self._cell(point, names)
+            for made in [cell.plain()] * self.plain + [cell] * (cell.chain != PLAIN):
+                found.setdefault(made.key, made)
         return sorted(found.values(), key=lambda cell: tuple(self.pairs).index(cell.pair))
-
-    def _with_plain(self, point: Mapping[str, Any], names: Sequence[str]) -> Iterator[Cell]:
-        cell = self._cell(point, names)
-        if self.plain:
-            yield cell.plain()
-        if cell.chain != PLAIN:
-            yield cell
 
     def _cell(self, point: Mapping[str, Any], names: Sequence[str]) -> Cell:
         pair, chain = point["pair"], point["strategies"]

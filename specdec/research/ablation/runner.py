@@ -11,9 +11,10 @@ the batch. The row records it, and `generate(prompt, seed=[row_seed])` repeats t
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,8 @@ from specdec.errors import SpecdecError
 from specdec.models.names import model_name
 from specdec.research.ablation.config import AblationConfig, Cell
 from specdec.research.ablation.journal import Journal
-from specdec.research.ablation.models import Shelf, by_models
 from specdec.research.ablation.store import Plan, Store
-from specdec.research.ablation.work import missing_calls
+from specdec.research.ablation.work import by_models, draft_of, missing_calls, target_of
 from specdec.research.prompts.datasets import TURN, Prompt, as_given, with_template
 from specdec.research.traces.trace import Trace, record
 
@@ -91,6 +91,37 @@ def run_ablation(
             if run.session.rows:
                 journal.append([{"kind": "session", **asdict(run.session)}])
     return run.session
+
+
+@dataclass
+class Shelf:
+    """Loaded models, so that none is loaded twice; those that no later pair needs are let go."""
+
+    models: dict[str, Any] = field(default_factory=dict)
+    held: dict[str, Any] = field(default_factory=dict)  # the same by what the config says of them
+
+    def decoder(self, models: PairConfig, cells: Sequence[Cell]) -> SpeculativeDecoder:
+        """The decoder of a pair. A chain that drafts through text decides whether vocabularies may differ."""
+        options = {name: value for name, value in vars(models).items() if name not in ("target", "draft")}
+        through_text = [list(c.strategies) for c in cells if any(s.get("translate") for s in c.strategies)]
+        made: SpeculativeDecoder = SpeculativeDecoder.from_pretrained(
+            models.target, models.draft, through_text[0] if through_text else [], shelf=self.models, **options
+        )
+        self.held[target_of(models)] = made.target.model
+        if made.draft is not None:
+            self.held[draft_of(models)] = made.draft.model
+        return made
+
+    def keep(self, later: Iterable[PairConfig]) -> None:
+        """Let go of every model that none of these pairs needs."""
+        needed = {name for models in later for name in (target_of(models), draft_of(models))}
+        self.held = {name: model for name, model in self.held.items() if name in needed}
+        kept = {id(model) for model in self.held.values()}
+        gone = [key for key, model in self.models.items() if id(model) not in kept]
+        for key in gone:
+            del self.models[key]
+        if gone:
+            gc.collect()
 
 
 @dataclass(frozen=True)

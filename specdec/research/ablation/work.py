@@ -1,22 +1,41 @@
-"""What an ablation has to do: its missing calls, counted before a model is loaded."""
+"""What an ablation has to do, counted before a model is loaded: pairs in their order, and their missing calls."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import Any
 
-from specdec.config import GenerationSettings
+from specdec.config import GenerationSettings, PairConfig
 from specdec.decoding.shard import Shard
 from specdec.decoding.validation import check_places
 from specdec.drafters import make_drafters
 from specdec.errors import SpecdecError
 from specdec.research.ablation.config import Cell
-from specdec.research.ablation.models import by_models
 from specdec.research.ablation.store import MANIFEST, Plan, Store
 from specdec.research.prompts.datasets import Prompt
+
+
+def by_models(cells: Sequence[Cell]) -> list[tuple[PairConfig, list[Cell]]]:
+    """Cells by the models that they load, those with one target one after the other, in the order of first mention."""
+    targets = list(dict.fromkeys(target_of(cell.models) for cell in cells))
+    loads = list(dict.fromkeys(repr(cell.models) for cell in cells))
+    order = sorted(cells, key=lambda c: (targets.index(target_of(c.models)), loads.index(repr(c.models))))
+    groups = [list(group) for _, group in groupby(order, key=lambda c: repr(c.models))]
+    return [(group[0].models, group) for group in groups]
+
+
+def target_of(models: PairConfig) -> str:
+    """What the target is loaded from, and how."""
+    return repr([(name, value) for name, value in vars(models).items() if not name.startswith("draft")])
+
+
+def draft_of(models: PairConfig) -> str:
+    """The same of the draft."""
+    shared = ("device", "trust_remote_code")
+    return repr([(name, v) for name, v in vars(models).items() if name.startswith("draft") or name in shared])
 
 
 def missing_calls(
@@ -61,10 +80,6 @@ class Work:
     least_passes: int
     most_passes: int
     seconds_left: float | None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return asdict(self)
 
 
 def work_left(plan: Plan, out: Path, shard: Shard, retry_errors: bool = False) -> Work:

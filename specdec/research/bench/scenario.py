@@ -110,7 +110,9 @@ class ScenarioRun:
             self.progress(f"{self.name}: {contender.name}, call {i + 1} of {len(self.calls)}, repeat {repeat + 1}")
             output, seconds = self._timed(contender, self.calls[i])
             for _ in range(AGAIN):
-                if output is None or not _recorded(output):
+                # Passes that were recorded or compiled during the run: it was not warm.
+                passes = {} if output is None else output.figures.get("compile", {})
+                if not any(report["captured"] for report in passes.values()):
                     break
                 output, seconds = self._timed(contender, self.calls[i])  # a shape that the warm-up did not meet
             if output is not None:
@@ -190,11 +192,6 @@ class ScenarioRun:
                 own = figures.draft_pass_ms(runs)
                 costs = pass_costs(contender, typical, self.scenario.max_new_tokens, length, own)
                 entry["theory"] = figures.prediction(runs, groups[plain], costs)
-
-
-def _recorded(output: Output) -> bool:
-    """Whether passes were recorded or compiled during the run, so that it was not warm."""
-    return any(report["captured"] for report in output.figures.get("compile", {}).values())
 
 
 @dataclass

@@ -221,15 +221,7 @@ def equal(result: Mapping[str, Any]) -> bool:
 
 def tables(result: Mapping[str, Any]) -> list[Table]:
     """Speeds, and for each suite where the milliseconds of a round go and what theory advises."""
-    heads = [
-        "model and strategy",
-        "prompts",
-        "transformers",
-        "plain",
-        "speculative",
-        "plain : transformers",
-        "speculative : plain",
-    ]
+    heads = ["model and strategy", "prompts", *METHODS, "plain : transformers", "speculative : plain"]
     heads += ["tokens per round", "same ids"]
     speeds, rounds = [], []
     for name, suite in result["suites"].items():
@@ -242,9 +234,8 @@ def tables(result: Mapping[str, Any]) -> list[Table]:
             medians = [figure(entry["tokens_per_second"][m]["median"], 1) for m in METHODS]
             ratios = [spread(entry["ratios"][r]) for r in ("plain_to_transformers", "speculative_to_plain")]
             same = "yes" if all(entry["equal_token_ids"].values()) else "no"
-            speeds.append(
-                [TITLES.get(name, name), category, *medians, *ratios, figure(entry["tokens_per_round"]), same]
-            )
+            rate = figure(entry["tokens_per_round"])
+            speeds.append([TITLES.get(name, name), category, *medians, *ratios, rate, same])
             plain, drafted = entry["ms_per_round"]["plain"], entry["ms_per_round"]["speculative"]
             times = [plain["verify"], *(drafted[part] for part in ("draft", "verify", "other"))]
             best = entry["advice"]["best_draft_length"] or "off"

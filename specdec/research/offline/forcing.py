@@ -26,6 +26,7 @@ from specdec.sampling.sampling import History, Purpose, fold, race, streams
 from specdec.theory import coupled_joint
 
 CHUNK = 64  # tokens of a pass: bounds the memory that distributions take
+SAMPLES = 32  # of siblings at each place of a text, under leviathan
 
 
 @dataclass(frozen=True)
@@ -181,9 +182,6 @@ def _judge(
         agreed = best == target[0].argmax(dim=-1)
         expected = agreed if rule == "greedy" else p.gather(-1, best[:, None])[:, 0]
     return torch.stack([v.double() for v in (weight, confidence, expected)]).cpu().numpy()
-
-
-SAMPLES = 32  # of siblings at each place of a text, under leviathan
 
 
 def _siblings(p_scores: Tensor, q_scores: Tensor, x: Tensor, own: Tensor, rule: str, count: int) -> np.ndarray:

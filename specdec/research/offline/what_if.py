@@ -49,6 +49,7 @@ from specdec.research.offline.what_if_trees import best_shape, tree_counts
 from specdec.theory import Costs
 
 RULES = ("leviathan", "match", "coupled")
+SIBLINGS = 8  # most children of a node in the best shapes
 
 
 @dataclass(frozen=True)
@@ -215,9 +216,6 @@ def _markov(texts: Sequence[ForcedText], k: int, p_min: float, cost: Costs | Non
     tokens, rounds, drafted = total.sum(axis=0).tolist()
     speedup = cost.speedup(tokens / rounds, steps / rounds, drafted / rounds) if cost is not None and rounds else None
     return _plan("draft-model", k, p_min, total, seed, speedup)
-
-
-SIBLINGS = 8  # most children of a node in the best shapes
 
 
 def _tree(texts: Sequence[ForcedText], parents: Parents, cost: Costs | None, seed: int) -> Plan:

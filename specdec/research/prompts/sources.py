@@ -93,18 +93,14 @@ def read(source: Source) -> tuple[str, Iterator[Entry]]:
     return path.stem, _parts(path, part)
 
 
-def _text(path: Path) -> str:
-    return read_text(path, "prompt set")
-
-
 def _lines(path: Path) -> Iterator[tuple[str, int, Any]]:
-    for number, record in parse_json_lines(_text(path), str(path)):
+    for number, record in parse_json_lines(read_text(path, "prompt set"), str(path)):
         yield f"{path}, line {number}", number - 1, record
 
 
 def _array(path: Path) -> Iterator[tuple[str, int, Any]]:
     """Records of a JSON array; a file that is none is read line by line."""
-    text = _text(path)
+    text = read_text(path, "prompt set")
     if not text.lstrip().startswith("["):
         yield from _lines(path)
         return
@@ -127,7 +123,7 @@ def _hub(source: Source) -> Iterator[tuple[str, int, Any]]:
 
 def _parts(path: Path, part: str) -> Iterator[Entry]:
     """A text file: whole, by paragraphs (what blank lines part), or by lines. Parts without a text are passed over."""
-    text = _text(path)
+    text = read_text(path, "prompt set")
     cut: dict[str, Callable[[str], list[str]]] = {
         "file": lambda text: [text],
         "paragraph": lambda text: [p.strip("\n") for p in re.split(r"\n[^\S\n]*\n", text)],
@@ -147,16 +143,8 @@ def records(numbered: Iterable[tuple[str, int, Any]], field: str | None = None) 
         if name is None:
             raise SpecdecError(f"{where}: expected an object with {' or '.join(f'`{n}`' for n in wanted)}")
         turns, messages = _content(record[name], f"{where}: `{name}`")
-        identity = record.get("id", record.get("question_id"))
-        category = record.get("category")
-        yield Entry(
-            where,
-            number,
-            turns,
-            messages,
-            None if identity is None else str(identity),
-            None if category is None else str(category),
-        )
+        named = (record.get("id", record.get("question_id")), record.get("category"))
+        yield Entry(where, number, turns, messages, *(None if name is None else str(name) for name in named))
 
 
 def _completed(record: Any) -> Any:

@@ -30,6 +30,7 @@ from specdec.research.bootstrap import Interval, ratio
 from specdec.research.traces.records import records_of
 from specdec.research.traces.rounds import nodes
 from specdec.research.traces.trace import Trace, record
+from specdec.stats import Positions
 
 ENTROPY_EDGES = (0.1, 0.5, 1.0, 2.0, 4.0)  # nats
 SHORTEST = 512  # where the context-length bins, and the curve, begin
@@ -265,14 +266,9 @@ def by_position(trace: Trace, strategies: Iterable[str] | None = None) -> list[P
     """Acceptance by draft position; positions that no round tested have no entry."""
     chosen = [trace.select([i], strategies) for i in range(len(trace.rows))]
     drafted = [r for passes in chosen for r in records_of(passes) if r.drafted]
-    found = []
-    for i in range(max((r.depth for r in drafted), default=0)):
-        tested, reached = (
-            sum(values) for values in zip(*((r.tested(i), r.accepted > i) for r in drafted), strict=True)
-        )
-        if tested:
-            found.append(Position(i + 1, tested, reached, reached / tested, reached / len(drafted)))
-    return found
+    _, tested, reached = Positions.of(drafted)
+    counts = enumerate(zip(tested, reached, strict=True), 1)
+    return [Position(i, t, n, n / t, n / len(drafted)) for i, (t, n) in counts if t]
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,8 @@ class Trace:
     @staticmethod
     def load(path: str | Path) -> Trace:
         """Read what `save` wrote, by either file's name or without a suffix. Raises SpecdecError for anything else."""
-        return load(path, lambda rows, *rest: Trace([TraceRow(**row) for row in rows], *rest))
+        rows, rounds, tokens, provenance, stats = load(path)
+        return Trace([TraceRow(**row) for row in rows], rounds, tokens, provenance, stats)
 
     def to_html(self, path: str | Path | None = None, title: str = "specdec trace") -> str:
         """The token page: one HTML file that needs nothing else. Returns it, and writes it where `path` is given."""
@@ -162,26 +163,24 @@ def record(
                     progress(call.done)
         except KeyboardInterrupt:
             call.interrupt()
-    result: Generation = call.result()
-    prompt_ids = [row.prompt for row in call.rows]
     known = [prompts] if isinstance(prompts, Prompt) else prompts
-    if ids is None and categories is None and _all_of_sets(known):
+    of_sets = isinstance(known, (list, tuple)) and bool(known) and all(isinstance(p, Prompt) for p in known)
+    if ids is None and categories is None and of_sets:
         ids, categories = [p.id for p in known], [p.category for p in known]
-    names, kinds = (_named(label, v, len(prompt_ids)) for label, v in (("ids", ids), ("categories", categories)))
-    rows = [
-        _row(decoder.tokenizer, prompt, output, reason, name, kind)
-        for prompt, output, reason, name, kind in zip(
-            prompt_ids, result.token_ids, result.finish_reasons, names, kinds, strict=True
-        )
-    ]
-    tokens = _texts(decoder.tokenizer, _ids_in(rounds, prompt_ids))
+    names = [_named(label, v, len(call.rows)) for label, v in (("ids", ids), ("categories", categories))]
+    return _trace(decoder.tokenizer, [row.prompt for row in call.rows], rounds, call.result(), *names)
+
+
+def _trace(
+    tokenizer: Any, prompts: list[list[int]], rounds: list[Round], result: Generation, ids: list[str], kinds: list[str]
+) -> Trace:
+    """The trace of a call that has ended."""
+    columns = zip(prompts, result.token_ids, result.finish_reasons, ids, kinds, strict=True)
+    rows = [_row(tokenizer, *row) for row in columns]
+    tokens = _texts(tokenizer, _ids_in(rounds, prompts))
     # As JSON holds it, so that a loaded trace equals the recorded one.
     provenance, stats = (json.loads(json.dumps(d)) for d in (result.provenance, result.stats.to_dict()))
     return Trace(rows, rounds, tokens, provenance, stats, result)
-
-
-def _all_of_sets(prompts: Any) -> bool:
-    return isinstance(prompts, (list, tuple)) and bool(prompts) and all(isinstance(p, Prompt) for p in prompts)
 
 
 def _named(label: str, values: Sequence[str] | None, rows: int) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -109,9 +109,9 @@ def _index(names: Sequence[str], name: str | None) -> int:
     return NOTHING if name is None else names.index(name)
 
 
-def load(path: str | Path, make: Callable[..., Trace]) -> Trace:
-    """Read the two files; make(rows, rounds, tokens, provenance, stats) builds the trace. Raises SpecdecError where one
-    is missing, is no part of a trace, belongs to another, or was changed."""
+def load(path: str | Path) -> tuple[list[dict[str, Any]], list[Round], dict[int, str], dict[str, Any], dict[str, Any]]:
+    """Read the two files: rows, rounds, tokens, provenance and stats of the trace. Raises SpecdecError where one is
+    missing, is no part of a trace, belongs to another, or was changed."""
     arrays_path, text_path = paths_of(path)
     text, data = read_text(text_path, "trace file"), read_bytes(arrays_path, "trace file")
     try:
@@ -131,24 +131,12 @@ def load(path: str | Path, make: Callable[..., Trace]) -> Trace:
         arrays |= {name: arrays[name] + 1 for name in ("rank", "emitted_rank")}
     rounds = list(_rounds(document, arrays))
     tokens = {int(token): text for token, text in document["tokens"].items()}
-    return make(document["rows"], rounds, tokens, document["provenance"], document["stats"])
+    return document["rows"], rounds, tokens, document["provenance"], document["stats"]
 
 
 def _hash(document: Mapping[str, Any], data: bytes) -> str:
     """The SHA-256 of what both files hold."""
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode() + data).hexdigest()
-
-
-def _sizes(size: str, arrays: dict[str, np.ndarray]) -> np.ndarray:
-    """How many entries each round has in arrays of this size."""
-    return arrays["accepted"] if size == "accepted" else arrays[f"sizes/{size}"]
-
-
-def _has(name: str, arrays: dict[str, np.ndarray]) -> np.ndarray:
-    """Which rounds have this list."""
-    if name in SOMETIMES:
-        return arrays[f"has/{name}"]
-    return arrays["has/details"] if name in DETAILS else np.ones(len(arrays["row"]), np.uint8)
 
 
 def _rounds(document: dict[str, Any], arrays: dict[str, np.ndarray]) -> Iterator[Round]:
@@ -177,8 +165,11 @@ def _rounds(document: dict[str, Any], arrays: dict[str, np.ndarray]) -> Iterator
 
 def _split(name: str, size: str, arrays: dict[str, np.ndarray]) -> list[Any]:
     """A flat array as one list a round; None where the round has none."""
-    has = _has(name, arrays)
-    lengths = np.where(has > 0, _sizes(size, arrays), 0)
+    if name in SOMETIMES:
+        has = arrays[f"has/{name}"]
+    else:
+        has = arrays["has/details"] if name in DETAILS else np.ones(len(arrays["row"]), np.uint8)
+    lengths = np.where(has > 0, arrays["accepted" if size == "accepted" else f"sizes/{size}"], 0)
     ends = np.cumsum(lengths)
     flat = arrays[name].tolist()
     return [flat[a:b] if there else None for a, b, there in zip(ends - lengths, ends, has, strict=True)]
