@@ -8,7 +8,7 @@ context explain what was measured.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from specdec.research.loops import without_loops
 from specdec.research.offline.forcing import read_pair
 from specdec.stats import PER_TESTED
 
+Candidate = tuple[str, str]  # the names of a pair and a chain
 ALONE = "no draft"  # the pair of strategies that need no draft model
 DRAFTED = "draft-model"  # the chain of every draft
 EXAMINED = 16  # prompts of the teacher-forced passes
@@ -70,20 +71,20 @@ def compare_config(
     pairs[ALONE] = {"target": target, **{k: v for k, v in shared.items() if not k.startswith("draft_")}}
     wanted = [(name, DRAFTED) for name in names]
     wanted += [(pair, text) for text in strategies for pair in (names if names and _uses_draft(text) else [ALONE])]
+    options = {"data": dict(data or {}), "prompts": tuple(prompts) or None, "generation": generation}
 
-    def config(chosen: Sequence[tuple[str, str]]) -> AblationConfig:
-        chains = {chain: _chain(chain) for _, chain in chosen}
-        cells = [{"pair": pair, "strategies": chain, **_rule(chain)} for pair, chain in chosen]
-        return AblationConfig(
-            {pair: pairs[pair] for pair, _ in chosen},
-            {**chains, **({DRAFTED: [{"name": "draft-model", "n_max": k}]} if DRAFTED in chains else {})},
-            data=dict(data or {}),
-            prompts=tuple(prompts) or None,
-            generation=generation,
-            axes={"strategies": [PLAIN]},
-            cells=tuple(cells),
-        )
+    def config(chosen: Sequence[Candidate]) -> AblationConfig:
+        named, chains = {pair: pairs[pair] for pair, _ in chosen}, {chain: _chain(chain, k) for _, chain in chosen}
+        cells = tuple({"pair": pair, "strategies": chain, **_rule(chain)} for pair, chain in chosen)
+        return AblationConfig(named, chains, axes={"strategies": [PLAIN]}, cells=cells, **options)
 
+    return config(_runnable(wanted, config, refused))
+
+
+def _runnable(
+    wanted: Sequence[Candidate], config: Callable[[Sequence[Candidate]], AblationConfig], refused: dict[str, str] | None
+) -> list[Candidate]:
+    """The candidates that can run, each tried by itself; the others go into `refused`, or raise."""
     found, errors = [], {}
     for one in wanted:
         try:
@@ -95,10 +96,13 @@ def compare_config(
         raise next(iter(errors.values()))
     if refused is not None:
         refused.update({name: str(error) for name, error in errors.items()})
-    return config(found)
+    return found
 
 
-def _chain(text: str) -> list[str]:
+def _chain(text: str, k: int) -> list[Any]:
+    """The strategies of a chain as text, without its acceptance rule."""
+    if text == DRAFTED:
+        return [{"name": "draft-model", "n_max": k}]
     found = split_list(text.rpartition("@")[0] or text)
     if found in ([], ["none"]):
         raise SpecdecError(f"compare: the strategy {text!r} drafts nothing; plain decoding runs beside the others")
@@ -113,7 +117,7 @@ def _rule(text: str) -> dict[str, str]:
 
 def _uses_draft(text: str) -> bool:
     try:
-        return any(d.uses_draft_model for d in make_drafters(_chain(text), has_draft=True))
+        return any(d.uses_draft_model for d in make_drafters(_chain(text, 1), has_draft=True))
     except SpecdecError:  # it is refused by name
         return False
 
