@@ -60,7 +60,7 @@ def looks(values: Sequence[str], strategies: bool) -> list[tuple[str, str]]:
 def tint(colour: str, share: float = 0.7) -> str:
     """The colour with a share of white (of black where it is negative)."""
     end = 255 if share >= 0 else 0
-    return _hex([round(c + (end - c) * abs(share)) for c in _channels(colour)])
+    return "#" + "".join(f"{round(c + (end - c) * abs(share)):02X}" for c in _channels(colour))
 
 
 def on_any_ground(colour: str) -> str:
@@ -94,12 +94,6 @@ def fill(strategy: str, dark: bool | int = False) -> str:
     return with_luminance(colour_of(strategy), FILLS[bool(dark)])
 
 
-def contrast(a: str, b: str) -> float:
-    """Contrast of two colours as WCAG defines it, from 1 to 21."""
-    high, low = sorted((luminance(a), luminance(b)), reverse=True)
-    return (high + 0.05) / (low + 0.05)
-
-
 def luminance(colour: str) -> float:
     """Relative luminance as WCAG defines it."""
     parts = [c / 255 for c in _channels(colour)]
@@ -109,7 +103,3 @@ def luminance(colour: str) -> float:
 
 def _channels(colour: str) -> list[int]:
     return [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
-
-
-def _hex(channels: list[int]) -> str:
-    return "#" + "".join(f"{c:02X}" for c in channels)

@@ -22,7 +22,6 @@ from specdec.research.colours import (
     TARGET,
     TEXTS,
     colour_of,
-    contrast,
     fill,
     marker_of,
     on_any_ground,
@@ -31,6 +30,7 @@ from specdec.research.colours import (
 from specdec.research.traces import token_page
 from specdec.research.traces.trace import record
 from tests.helpers.browser import browser, find_chromium
+from tests.helpers.contrast import contrast
 from tests.helpers.grid import grid, save_pair
 
 AA = 4.5

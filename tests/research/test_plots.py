@@ -16,8 +16,9 @@ from specdec.errors import SpecdecError
 from specdec.research.ablation import plots
 from specdec.research.ablation.look import BESIDE, Look
 from specdec.research.ablation.table import figures
-from specdec.research.colours import GROUNDS, STRATEGY_COLOURS, colour_of, contrast, luminance, on_any_ground, tint
+from specdec.research.colours import GROUNDS, STRATEGY_COLOURS, colour_of, luminance, on_any_ground, tint
 from specdec.research.facets import facets
+from tests.helpers.contrast import contrast
 
 # Rounds as (strategy, drafted, accepted). Every text has 12 tokens.
 PLAIN = [(None, 0, 0)] * 12

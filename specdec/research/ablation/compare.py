@@ -71,7 +71,7 @@ def compare_config(
     pairs[ALONE] = {"target": target, **{k: v for k, v in shared.items() if not k.startswith("draft_")}}
     wanted = [(name, DRAFTED) for name in names]
     wanted += [(pair, text) for text in strategies for pair in (names if names and _uses_draft(text) else [ALONE])]
-    options = {"data": dict(data or {}), "prompts": tuple(prompts) or None, "generation": generation}
+    options: dict[str, Any] = {"data": dict(data or {}), "prompts": tuple(prompts) or None, "generation": generation}
 
     def config(chosen: Sequence[Candidate]) -> AblationConfig:
         named, chains = {pair: pairs[pair] for pair, _ in chosen}, {chain: _chain(chain, k) for _, chain in chosen}

@@ -77,16 +77,13 @@ class _Seen:
 
 @dataclass
 class _Window:
-    size: int
-    seen: deque[_Seen] = field(default_factory=deque)
+    seen: deque[_Seen]  # as long as the window
     first: float | None = None  # acceptance of the first full window
     low: bool = False
 
     def add(self, entry: _Seen) -> None:
         self.seen.append(entry)
-        if len(self.seen) > self.size:
-            self.seen.popleft()
-        if self.first is None and len(self.seen) == self.size:
+        if self.first is None and len(self.seen) == self.seen.maxlen:
             self.first = self.acceptance
 
     @property
@@ -125,7 +122,7 @@ class Monitor:
         """Take a round into account, and warn if it brings its strategy below the threshold."""
         if entry.strategy is None or entry.strategy.split("#")[0] not in MODEL_STRATEGIES:
             return
-        window = self.windows.setdefault(entry.strategy, _Window(self.window))
+        window = self.windows.setdefault(entry.strategy, _Window(deque(maxlen=self.window)))
         for seen in _tested(entry):
             window.add(seen)
         if len(window.seen) < self.window or window.acceptance >= self.threshold:
@@ -180,7 +177,7 @@ class Monitor:
 
 def _fell(first: float, window: _Window) -> bool:
     """Whether acceptance fell by more than two standard errors of the difference: less is what chance does."""
-    error = sum(a * (1 - a) for a in (first, window.acceptance)) / window.size
+    error = sum(a * (1 - a) for a in (first, window.acceptance)) / len(window.seen)
     return first - window.acceptance > 2 * error**0.5
 
 
