@@ -13,7 +13,7 @@ are in groups by `setting`, `strategy` or `strategies` alone, because elsewhere 
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +55,7 @@ OF_POSITIONS = {  # figure -> what its accepted tokens are divided by
 }  # fmt: skip
 SPEEDS = ("speedup", "decode_speedup")
 SETTINGS = ("pair", "strategies", "k", "temperature", "acceptance", "length_policy", "seed")
-Counts = dict[str, float]
+Counts = Mapping[str, float]
 Key = tuple[Any, ...]
 
 
@@ -215,62 +215,56 @@ def _by_rows(rows: Sequence[Row], names: Sequence[str]) -> list[dict[str, Any]]:
 def _by_rounds(rows: Sequence[Row], names: Sequence[str]) -> list[dict[str, Any]]:
     """Groups of rounds: by who drafted in chains of several strategies, or by the draft's length. No speeds: seconds
     belong to whole rows."""
-    groups, prompts = _grouped()
+    groups = _Groups()
     for row, record, head in _rounds(rows, names):
-        prompts[head].add(conversation(row))
-        into = groups[head][_cluster(row)]
-        into["rounds"] += 1
-        into["drafted_rounds"] += record.drafted > 0
-        into["draft_tokens"] += record.drafted
-        into["tested_tokens"] += sum(record.tested(i) for i in range(record.depth))
-        into["accepted_tokens"] += record.accepted
-        into["generated_tokens"] += record.tokens
+        tested = sum(record.tested(i) for i in range(record.depth))
+        counts = (1, record.drafted > 0, record.drafted, tested, record.accepted, record.tokens)
+        groups.add(head, row, dict(zip(COUNTED, counts, strict=True)))
     made = []
-    for key, clusters in groups.items():
-        clusters = _independent(clusters, len(prompts[key]))
-        counts = {"prompts": len(prompts[key]), **_counts(clusters, COUNTED)}
+    for entry, clusters in groups.entries(names):
         rates = {n: _ratio(clusters, *FIGURES[n]) for n in FIGURES if n not in OF_ROWS}
         length = _acceptance_length(clusters)
-        made.append({**dict(zip(names, key, strict=True)), **counts, **rates, "acceptance_length": length})
+        made.append({**entry, **_counts(clusters, COUNTED), **rates, "acceptance_length": length})
     return made
 
 
 def _by_position(rows: Sequence[Row], names: Sequence[str]) -> list[dict[str, Any]]:
     """Groups of drafted tokens by their position, from 1; of a tree, of levels."""
-    groups, prompts = _grouped()
-    rounds, _ = _grouped()  # drafted, by all but the position
+    groups, rounds = _Groups(), _Groups()  # rounds: those with a draft, by all but the position
     at = names.index("position")
     for row, record, head in _rounds(rows, names):
-        cluster = _cluster(row)
-        rounds[(*head[:at], *head[at + 1 :])][cluster]["rounds"] += record.depth > 0
+        rounds.add((*head[:at], *head[at + 1 :]), row, {"rounds": record.depth > 0})
         for i in range(record.depth):
-            key = (*head[:at], i + 1, *head[at + 1 :])
-            prompts[key].add(conversation(row))
-            into = groups[key][cluster]
-            into["drafted"] += 1
-            into["tested"] += record.tested(i)
-            into["accepted"] += record.accepted > i
+            counts = {"drafted": 1, "tested": record.tested(i), "accepted": record.accepted > i}
+            groups.add((*head[:at], i + 1, *head[at + 1 :]), row, counts)
+    for key, clusters in groups.counts.items():
+        for cluster, found in rounds.counts[(*key[:at], *key[at + 1 :])].items():
+            clusters[cluster].update(found)
     made = []
-    for key, clusters in groups.items():
-        for cluster, counts in rounds[(*key[:at], *key[at + 1 :])].items():
-            clusters[cluster]["rounds"] = counts["rounds"]
-        clusters = _independent(clusters, len(prompts[key]))
-        entry = {**dict(zip(names, key, strict=True)), "prompts": len(prompts[key])}
-        entry |= _counts(clusters, ("drafted", "tested", "accepted"))
-        made.append(entry | {n: _ratio(clusters, "accepted", below) for n, below in OF_POSITIONS.items()})
+    for entry, drawn in groups.entries(names):
+        entry |= _counts(drawn, ("drafted", "tested", "accepted"))
+        made.append(entry | {n: _ratio(drawn, "accepted", below) for n, below in OF_POSITIONS.items()})
     return made
 
 
-def _grouped() -> tuple[dict[Key, dict[Any, Counts]], dict[Key, set[str]]]:
-    """Counts of groups by cluster, and the prompts of groups; empty."""
-    return defaultdict(lambda: defaultdict(lambda: defaultdict(float))), defaultdict(set)
+class _Groups:
+    """Counts of groups by cluster, and the prompts of each group."""
 
+    def __init__(self) -> None:
+        self.counts: dict[Key, dict[Any, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
+        self.prompts: dict[Key, set[str]] = defaultdict(set)
 
-def _independent(clusters: dict[Any, Counts], prompts: int) -> dict[Any, Counts]:
-    """The clusters that are drawn: the calls of one prompt are one."""
-    if prompts > 1:
-        return clusters
-    return {None: {name: sum(c[name] for c in clusters.values()) for c in clusters.values() for name in list(c)}}
+    def add(self, key: Key, row: Row, counts: Mapping[str, int]) -> None:
+        """Count a round, or a token, of a row."""
+        self.prompts[key].add(conversation(row))
+        self.counts[key][_cluster(row)].update(counts)
+
+    def entries(self, names: Sequence[str]) -> Iterator[tuple[dict[str, Any], Mapping[Any, Counter[str]]]]:
+        """Each group's dimensions and prompts, and the clusters that are drawn: the calls of one prompt are one."""
+        for key, clusters in self.counts.items():
+            prompts = len(self.prompts[key])
+            drawn = clusters if prompts > 1 else {None: sum(clusters.values(), Counter[str]())}
+            yield {**dict(zip(names, key, strict=True)), "prompts": prompts}, drawn
 
 
 def _counts(clusters: Mapping[Any, Counts], names: Sequence[str]) -> dict[str, int]:
