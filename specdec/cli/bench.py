@@ -197,16 +197,11 @@ def _print_bench(console: Console, result: Mapping[str, Any]) -> None:
         colours = {True: "", False: "bold red", None: "yellow"}
         styles = [colours[target["met"]] for target in result["targets"].values()]
         console.print(output.rendered(report.targets(result), styles))
-    for where, entries in _places(result):
+    places = {name: scenario["contenders"] for name, scenario in result["scenarios"].items()}
+    for where, entries in [*places.items(), ("passes", result["passes"]), ("profile", result["profile"])]:
         for name, entry in entries.items():
-            reason = entry.get("skipped") or entry.get("error")
-            if reason:
+            if reason := entry.get("skipped") or entry.get("error"):
                 console.print(f"{where}: {name}: {reason}", style="yellow", soft_wrap=True, markup=False)
-
-
-def _places(result: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    scenarios = [(name, s["contenders"]) for name, s in result["scenarios"].items()]
-    return [*scenarios, ("passes", result["passes"]), ("profile", result["profile"])]
 
 
 def _print_exactness(console: Console, result: dict[str, Any]) -> None:

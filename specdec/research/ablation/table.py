@@ -3,11 +3,7 @@
 A function of the folder alone: run.json says which rows belong to it and in which order, the journals hold them. So
 the table of a run that was killed and resumed is the table of one that was not, apart from `TIMES`.
 
-Columns (docs/ablation.md has them all): the axes; `cell`, `setting` (the cell without its seed, in words), `plain` (the
-reference's cell); names and revisions of the models; prompt and category, hashes of the prompt's ids and of the chat
-template that it went through (None: through none); what the row counted, by the names of specdec.stats; `loop_tokens`
-and `loop_share` of its text (research/loops.py); `tokens`, `text`, `records` (rounds as specdec.stats has them);
-seconds; and the gate:
+docs/ablation.md has all columns. Those of the gate:
 
 - `equals_plain`: whether the token ids are the reference's; None where they need not be (`leviathan` with sampling
   keeps the distribution and not the sample), and where there is no reference or a row failed;
