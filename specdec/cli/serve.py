@@ -90,7 +90,7 @@ def _bound(host: str, port: int) -> socket.socket:
 
 def start_worker(
     serving: Any, decoder: SpeculativeDecoder, options: dict[str, Any], context: int | None, name: str | None
-) -> Any:  # fmt: skip
+) -> Any:
     """Start the worker. Raises SpecdecError for options that the models refuse, and under `torchrun`."""
     from specdec.models.names import model_name
 
@@ -113,7 +113,7 @@ def _serve(serving: Any, worker: Any, listener: socket.socket, grace: float) -> 
     app = serving.make_app(worker, worker.metrics.model, int(time.time()))
     config = serving.uvicorn.Config(
         app, log_level="warning", access_log=False, timeout_graceful_shutdown=int(grace) + FAREWELL
-    )  # fmt: skip
+    )
     host, port = listener.getsockname()[:2]
     where = f"[{host}]" if ":" in host else host
     print(f"serving {worker.metrics.model} at http://{where}:{port}/v1", file=sys.stderr, flush=True)

@@ -57,14 +57,14 @@ class Metrics:
 
         self.counts = {name: one(Counter, f"vllm:{name}", text) for name, text in COUNTERS.items()}
         self.gauges = {name: one(Gauge, f"vllm:{name}", text) for name, text in GAUGES.items()}
-        self.times = {
-            name: one(Histogram, f"vllm:{name}", text, buckets=SECONDS) for name, text in HISTOGRAMS.items()
-        }  # fmt: skip
+        self.times = {name: one(Histogram, f"vllm:{name}", text, buckets=SECONDS) for name, text in HISTOGRAMS.items()}
         self.passes = one(Counter, "specdec:verify_passes", "Passes of the target, prefill apart.")
         self.per_position = Counter(
-            "vllm:spec_decode_num_accepted_tokens_per_pos", "Rounds that accepted the drafted token of a position.",
-            (*labels, "position"), registry=self.registry,
-        )  # fmt: skip
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Rounds that accepted the drafted token of a position.",
+            (*labels, "position"),
+            registry=self.registry,
+        )
         self.ended = Counter(
             "vllm:request_success", "Texts that have ended.", (*labels, "finished_reason"), registry=self.registry
         )

@@ -104,7 +104,7 @@ class Worker(threading.Thread):
 
     def __init__(
         self, decoder: SpeculativeDecoder, metrics: Metrics, defaults: dict[str, Any], slots: int, context: int
-    ):  # fmt: skip
+    ):
         super().__init__(name="specdec-worker", daemon=True)
         self.decoder, self.metrics, self.slots, self.context = decoder, metrics, slots, context
         self.defaults = dict(defaults)
@@ -271,9 +271,7 @@ class Worker(threading.Thread):
     def _start(self, text: TextInFlight, batch: Batch) -> None:
         job = text.job
         most = self.context if job.most_tokens is None else job.most_tokens
-        row = batch.call.add(
-            text.prompt, job.seed, text.index, most, job.request.stops, bool(job.request.ignore_eos)
-        )  # fmt: skip
+        row = batch.call.add(text.prompt, job.seed, text.index, most, job.request.stops, bool(job.request.ignore_eos))
         text.row, text.stream = row, TextStream(row.stops.stop_strings)
         self.metrics.started(text.timing)
         batch.texts.append(text)
