@@ -8,6 +8,9 @@ Both are skipped where they are not installed (`pip install specdec[bench]`).
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +18,19 @@ from typing import Any
 import torch
 
 from specdec.errors import SpecdecError
-from specdec.research.bench.contenders.base import Contender, Output, installed
+from specdec.research.bench.contenders.base import Contender, Output
 
 TECHNIQUES = ("plain", "draft-model", "lookup", "hybrid")
+
+
+def installed(package: str) -> str | None:
+    """The version of an installed package; None: not there."""
+    if importlib.util.find_spec(package) is None:
+        return None
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
 
 
 @dataclass(frozen=True)
@@ -94,7 +107,10 @@ class Economize(Contender):
             return [LookupConfig(**ngrams)]
         if o.technique == "plain":
             return []
-        draft = DraftModelConfig(model=self.pair.draft_folder)
+        self.folder = tempfile.TemporaryDirectory(prefix="specdec-bench-")  # removed with the contender
+        for part in (self.pair.draft, self.pair.tokenizer):
+            part.save_pretrained(self.folder.name)
+        draft = DraftModelConfig(model=self.folder.name)
         return [draft] if o.technique == "draft-model" else [HybridConfig(draft, max_drafts=o.max_drafts, **ngrams)]
 
 

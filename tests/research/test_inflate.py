@@ -9,8 +9,9 @@ import torch
 
 import specdec
 from specdec.errors import SpecdecError
-from specdec.research.models.inflate import PRESETS, SUPPORTED, Inflation, coarsen, inflate, inflate_head
+from specdec.research.models.inflate import PRESETS, SUPPORTED, Inflation, coarsen, inflate
 from tests.helpers.eagle3 import random_head
+from tests.helpers.scripts import load_script
 from tests.helpers.tiny import tiny_model
 from tests.oracle import oracle_greedy
 
@@ -116,7 +117,7 @@ def test_dtype_and_the_callers_random_state() -> None:
 def test_presets_grow_smollm2_to_what_they_say() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from specdec.research.models.inflate import _grown_config
+    from specdec.research.models.inflate import grown_config
 
     small = LlamaConfig(
         vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
@@ -124,7 +125,7 @@ def test_presets_grow_smollm2_to_what_they_say() -> None:
     )  # fmt: skip
     for name, billions in (("1b", 1.25), ("3b", 3.23), ("6b", 6.44)):
         with torch.device("meta"):
-            big = LlamaForCausalLM(_grown_config(small, PRESETS[name]))
+            big = LlamaForCausalLM(grown_config(small, PRESETS[name]))
         assert sum(p.numel() for p in big.parameters()) / 1e9 == pytest.approx(billions, abs=0.01)
 
 
@@ -179,7 +180,7 @@ def test_an_inflated_head_drafts_for_the_inflated_model_what_the_head_drafts(own
     sizes = Inflation(**GROWN)
     big, prompt = inflate(model, **GROWN), [[5, 6, 7, 8]]
     drafted = []
-    for target, drafter in ((model, head), (big, inflate_head(head, model, sizes))):
+    for target, drafter in ((model, head), (big, load_script("inflate_head").inflate_head(head, model, sizes))):
         decoder = specdec.SpeculativeDecoder(target, strategies=[specdec.Eagle3(head=drafter, n_max=3)])
         drafted.append([r.draft for r in decoder.rounds(prompt[0], 12)])
     assert drafted[0] == drafted[1]
@@ -189,4 +190,4 @@ def test_an_inflated_head_drafts_for_the_inflated_model_what_the_head_drafts(own
 def test_a_head_with_norms_before_fc_is_refused() -> None:
     model = tiny_model("llama", num_hidden_layers=4)
     with pytest.raises(SpecdecError, match="without norms before fc"):
-        inflate_head(random_head(fc_norm=True), model, Inflation(hidden_size=128))
+        load_script("inflate_head").inflate_head(random_head(fc_norm=True), model, Inflation(hidden_size=128))

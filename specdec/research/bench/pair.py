@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,7 +27,6 @@ class Pair:
     tokenizer: Any
     device: torch.device
     dtype: torch.dtype
-    folder: tempfile.TemporaryDirectory[str] | None = None
     decoders: dict[Any, SpeculativeDecoder] = field(default_factory=dict)
 
     @staticmethod
@@ -51,19 +48,6 @@ class Pair:
             options: dict[str, Any] = {"compile": compile, "exact": exact, "check": False}
             self.decoders[key] = SpeculativeDecoder(self.target, self.draft, self.tokenizer, **options)
         return self.decoders[key]
-
-    @cached_property
-    def draft_folder(self) -> str:
-        """The draft as a folder, for those who load it themselves."""
-        self.folder = tempfile.TemporaryDirectory(prefix="specdec-bench-")
-        self.draft.save_pretrained(self.folder.name)
-        self.tokenizer.save_pretrained(self.folder.name)
-        return self.folder.name
-
-    def close(self) -> None:
-        """Remove what was written."""
-        if self.folder is not None:
-            self.folder.cleanup()
 
     @property
     def eos(self) -> list[int]:

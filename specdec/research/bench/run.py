@@ -50,12 +50,9 @@ def run_bench(
     result |= {"config": config.to_dict(), "models": pair.facts(), "scenarios": {}, "passes": {}, "profile": {}}
     result["contenders"] = {n: {"kind": c.kind, "version": c.version(), **c.settings()} for n, c in contenders.items()}
     result["seconds"] = {"models": time.perf_counter() - started}
-    try:
-        progress("measuring a copy")
-        result["copy"] = {"bytes_per_second": bandwidth(pair.device), "counted": "bytes read and bytes written"}
-        _Run(config, pair, contenders, result, started, progress, save).all()
-    finally:
-        pair.close()
+    progress("measuring a copy")
+    result["copy"] = {"bytes_per_second": bandwidth(pair.device), "counted": "bytes read and bytes written"}
+    _Run(config, pair, contenders, result, started, progress, save).all()
     return result
 
 

@@ -11,7 +11,7 @@ and its epsilon, times d / d', undo exactly. Added heads and MLP neurons are rea
 as the model class initialises it: no kernel sees an easy case. Old coordinates are spread evenly between new ones, so
 that sums are taken over the whole width as in a real model.
 
-`inflate_head` makes an EAGLE head for the small model one for the large.
+`scripts/inflate_head.py` makes an EAGLE head for the small model one for the large.
 
 `coarsen` goes the other way: a worse model of the same shapes, which makes a draft of any quality out of a target.
 """
@@ -20,14 +20,13 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from specdec.config import check_number, check_whole
-from specdec.drafters.eagle3 import EagleHead
 from specdec.errors import SpecdecError
 
 # Architectures whose layers are norm, attention, norm, gated MLP, with the parameter names of transformers' Llama. Not
@@ -111,7 +110,7 @@ def inflate(
     if dtype is not None and not dtype.is_floating_point:
         raise SpecdecError(f"inflate: dtype must be of floating point, got {dtype}")
     device = torch.device(device) if device is not None else model.device
-    config = _grown_config(model.config, Inflation(hidden_size, layers, intermediate_size, kv_heads))
+    config = grown_config(model.config, Inflation(hidden_size, layers, intermediate_size, kv_heads))
     _check_parameters(model)
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), device:
@@ -130,34 +129,7 @@ def inflate(
     return big.eval().requires_grad_(False)
 
 
-@torch.no_grad()
-def inflate_head(head: EagleHead, model: Any, sizes: Inflation) -> EagleHead:
-    """A head with the same drafts for the inflated `model`, in float32.
-
-    It observes the same layers, and its `fc` [H, 3 * D] has the columns of `head` where the large model's states hold
-    the small one's numbers. Its own width stays, so it has tables of its own, those of `model` where `head` borrowed
-    them. Raises SpecdecError for heads that norm the states before `fc`, and for sizes below the model's own.
-    """
-    config = head.config
-    if config.version != 3 or config.fc_norm or config.norm_before_fc:
-        raise SpecdecError("inflate: only EAGLE-3 heads without norms before fc can be inflated")
-    d, wide = model.config.hidden_size, _grown_config(model.config, sizes).hidden_size
-    own_lm_head = not (config.tied and config.own_embedding)
-    layers = config.observed_layers(model.config.num_hidden_layers)
-    grown = replace(config, target_hidden_size=wide, layer_ids=layers, own_embedding=True, own_lm_head=own_lm_head)
-    state = {name: tensor.float() for name, tensor in head.state_dict().items()}
-    columns = torch.cat([_spread(d, wide) + i * wide for i in range(config.observed)])
-    narrow = state["fc.weight"]
-    state["fc.weight"] = narrow.new_zeros(len(narrow), grown.observed_size).index_copy(1, columns, narrow)
-    state.setdefault("embed_tokens.weight", model.get_input_embeddings().weight.float())
-    if own_lm_head:
-        state.setdefault("lm_head.weight", model.get_output_embeddings().weight.float())
-    made = EagleHead(grown, head.d2t)
-    made.load_state_dict(state)
-    return made.eval().requires_grad_(False)
-
-
-def _grown_config(config: Any, sizes: Inflation) -> Any:
+def grown_config(config: Any, sizes: Inflation) -> Any:
     """The config of the larger model. Raises SpecdecError."""
     if config.model_type not in SUPPORTED:
         raise SpecdecError(f"cannot inflate {config.model_type!r}: {', '.join(SUPPORTED)} are supported")
@@ -202,17 +174,17 @@ def _placement(old: Any, new: Any) -> dict[str, Tensor]:
     """Where the old coordinates of each width lie among the new ones, int64 [old size]."""
     head = torch.arange(new.head_dim)
     groups = old.num_attention_heads // old.num_key_value_heads
-    keys = _spread(old.num_key_value_heads, new.num_key_value_heads)
+    keys = spread(old.num_key_value_heads, new.num_key_value_heads)
     queries = (keys[:, None] * groups + torch.arange(groups)).flatten()
     return {
-        "hidden": _spread(old.hidden_size, new.hidden_size),
-        "neurons": _spread(old.intermediate_size, new.intermediate_size),
+        "hidden": spread(old.hidden_size, new.hidden_size),
+        "neurons": spread(old.intermediate_size, new.intermediate_size),
         "keys": (keys[:, None] * new.head_dim + head).flatten(),
         "queries": (queries[:, None] * new.head_dim + head).flatten(),
     }
 
 
-def _spread(n: int, among: int) -> Tensor:
+def spread(n: int, among: int) -> Tensor:
     """n places among `among`, evenly spaced."""
     return torch.arange(n) * among // n
 

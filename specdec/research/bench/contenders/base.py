@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
@@ -56,16 +54,6 @@ class Contender:
     def run(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, ignore_eos: bool) -> Output:
         """Continue the prompts, all in one call. Whatever it raises is recorded as its failure."""
         raise NotImplementedError
-
-
-def installed(package: str) -> str | None:
-    """The version of an installed package; None: not there."""
-    if importlib.util.find_spec(package) is None:
-        return None
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
 
 
 def until_end(row: Sequence[int], ends: Sequence[int]) -> list[int]:
