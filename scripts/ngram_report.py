@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from specdec.research.bench.tables import made_with, markdown
+from documents import made_with
+
+from specdec.research.bench.tables import markdown
 
 
 def cost_block(result: dict[str, Any]) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from specdec.research.bench.tables import Table, figure, made_with
+from documents import made_with
+
+from specdec.research.bench.tables import Table, figure
 
 GRAPHS = ("kernel", "products", "graph", "fused")  # how scripts/measure_graphs.py names them
 

@@ -32,13 +32,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from documents import made_with, speeds_and_theory
 from measure_spec_bench import rank_correlation
 from ngram_report import acceptance_block, cost_block
 from speed_report import speed_block
 
 from specdec.research.ablation.plots import PLOTS, context_curve
 from specdec.research.bench import report, smoke
-from specdec.research.bench.tables import interval, made_with, markdown
+from specdec.research.bench.tables import interval, markdown
 from specdec.research.exactness.run import PARTS
 from specdec.research.exactness.summary import table
 
@@ -81,7 +82,7 @@ def bench_blocks(results: list[Result]) -> str:
 def _bench_block(result: Result) -> str:
     parts = [f"### {result.get('file', result['name'])}", bench_made_with(result)]
     for name in result["scenarios"]:
-        parts.append(report.whole(result, name).markdown())
+        parts.append(speeds_and_theory(result, name).markdown())
     parts.append(report.passes(result).markdown())
     parts += [table.markdown() for profile in result["profile"].items() for table in report.rounds_of(*profile)[:1]]
     targets = result.get("targets", {})

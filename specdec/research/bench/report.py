@@ -1,4 +1,4 @@
-"""What a document of `specdec bench CONFIG` says, as tables for the terminal and for documents."""
+"""What a document of `specdec bench CONFIG` says, as tables."""
 
 from __future__ import annotations
 
@@ -75,15 +75,6 @@ def theory(result: Mapping[str, Any], scenario: str) -> Table:
             )
     noisy = any((entry.get("theory") or {}).get("v", 0) < 0 for _, entry in ran(result, scenario))
     return Table("; ".join(["speed-up by theory from passes alone and in a row", *[NOISY] * noisy]), heads, rows)
-
-
-def whole(result: Mapping[str, Any], scenario: str) -> Table:
-    """Speeds and what theory makes of them in one table, as documents have it."""
-    made, more = speeds(result, scenario), theory(result, scenario)
-    more = more.without("plain pass ms", "verify ms", "draft ms", PER_TESTED, "measured")
-    beside, blank = {row[0]: row[1:] for row in more.rows}, ["-"] * (len(more.heads) - 1)
-    rows = [[*row, *beside.get(row[0], blank)] for row in made.rows]
-    return made._replace(heads=[*made.heads, *more.heads[1:]], rows=rows) if more.rows else made
 
 
 def passes(result: Mapping[str, Any]) -> Table:

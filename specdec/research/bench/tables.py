@@ -61,16 +61,3 @@ def spread(entry: Mapping[str, float], digits: int = 2) -> str:
     if entry["min"] == entry["max"]:
         return figure(entry["median"], digits)
     return f"{entry['median']:.{digits}f} ({entry['min']:.{digits}f}-{entry['max']:.{digits}f})"
-
-
-def made_with(result: Mapping[str, Any], by: str, **others: str) -> str:
-    """By what, when, where and with which versions a result was made. others: versions of more packages."""
-    machine, place = result.get("machine"), result.get("device", "")
-    if machine is not None:
-        place = f"{machine['gpu'] or machine['processor']}, {machine['threads']} threads"
-    known = {"torch": None, "transformers": None, "specdec": None, **result["versions"], **others}
-    used = [f"{name.replace('python', 'Python')} {version}" for name, version in known.items() if version]
-    if result.get("commit"):
-        used.append(f"commit {result['commit']}")
-    when = f" on {result['date']}" if "date" in result else ""
-    return f"Measured by `{by}`{when}{f': {place}' * bool(place)}; {', '.join(used)}."
