@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from specdec.errors import SpecdecError
+from specdec.errors import need
 
 
 def data_frame(rows: Sequence[Mapping[str, Any]], numbers: Iterable[str] = ()) -> Any:
@@ -13,9 +13,5 @@ def data_frame(rows: Sequence[Mapping[str, Any]], numbers: Iterable[str] = ()) -
 
     Raises SpecdecError without pandas.
     """
-    try:
-        import pandas
-    except ImportError:
-        raise SpecdecError("data frames need the package pandas: install specdec[research]") from None
-    made = pandas.DataFrame(list(rows))
+    made = need("pandas", "data frames need", "research").DataFrame(list(rows))
     return made.astype({name: float for name in numbers if name in made})
