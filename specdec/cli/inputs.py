@@ -8,7 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specdec.errors import SpecdecError
+from specdec.errors import SpecdecError, unknown_name
+from specdec.files.fields import STRATEGY_NAMES
+from specdec.files.own_code import parse_name, split_list
 from specdec.files.texts import check_readable, expanded, parse_yaml, read_text
 
 if TYPE_CHECKING:
@@ -25,6 +27,16 @@ def refuse_beside(what: str, options: Mapping[str, Any]) -> None:
     """Raise SpecdecError for an option that has no effect beside `what`."""
     for name in options:
         raise SpecdecError(f"--{name.replace('_', '-')} has no effect beside {what}")
+
+
+def check_names(strategies: str) -> None:
+    """Raise SpecdecError for an unknown name now, and not seconds later, when the strategies themselves are loaded."""
+    if "specdec.drafters" in sys.modules:  # which knows those of one's own too
+        return
+    for part in split_list(strategies):
+        name, _ = parse_name(part, STRATEGY_NAMES, "strategy")
+        if ":" not in name and name not in (*STRATEGY_NAMES, "none"):
+            raise unknown_name("strategy", name, STRATEGY_NAMES)
 
 
 def chain(

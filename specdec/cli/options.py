@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 from typer import Option
 
-from specdec.cli.inputs import given, named_prompts, refuse_beside, with_extra
+from specdec.cli.inputs import check_names, given, named_prompts, refuse_beside, with_extra
 from specdec.errors import SpecdecError
+from specdec.files.texts import model_path
 
 if TYPE_CHECKING:
     from specdec.research.prompts.datasets import Prompt
@@ -45,6 +46,11 @@ class Pair(Group):
     draft: Annotated[str | None, Option(help="The same for the draft, or demo-draft.")] = None
     device: Annotated[str | None, Option(help="cpu or cuda[:n].")] = None
     dtype: Annotated[str | None, Option(help="float32, bfloat16 or float16.")] = None
+
+    def __post_init__(self) -> None:
+        for name in (self.target, self.draft):
+            if name:
+                model_path(name)
 
 
 @dataclass(frozen=True)
@@ -141,6 +147,9 @@ class Run(Group):
 
     config: Annotated[Path | None, Option(help="A run as a YAML file; other options override it.")] = None
     strategies: Annotated[str | None, Option(help=STRATEGIES)] = None
+
+    def __post_init__(self) -> None:
+        check_names(self.strategies or "")
 
 
 def with_groups(verb: Callable[..., None]) -> Callable[..., None]:

@@ -15,6 +15,10 @@ WARPER_FIELDS = (
     "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h", "renormalize_logits",
 )  # fmt: skip
 OWN_FIELDS = ("presence_penalty", "frequency_penalty")  # not in GenerationConfig
+STRATEGY_NAMES = (
+    "draft-model", "prompt-lookup", "recycling", "suffix", "rest", "lookahead", "ngram-simple", "ngram-map-k",
+    "ngram-map-k4v", "ngram-mod", "ngram-cache", "eagle3", "dflash", "mtp", "early-exit",
+)  # fmt: skip
 WIDEST = 512  # most tokens that a pass feeds to a row
 
 

@@ -20,6 +20,7 @@ DEEPEST = 64  # levels of lists and mappings in a document: what reads them goes
 MOST_PARTS = 100_000  # lists and mappings of a YAML document, every use of an anchor counted
 MOST_KEYS = 10_000  # of one YAML mapping, merged ones included
 MOST_DIGITS = 300  # of a whole number: as many as a float can hold
+LONGEST_ID = 200  # characters of a model's name on the hub
 
 # -- reading ----------------------------------------------------------------------------------------------------------
 
@@ -74,6 +75,21 @@ def reading(name: Any, what: str) -> Iterator[Path]:
         raise SpecdecError(f"{what} {path} cannot be read as UTF-8 text: {where}") from None
     except OSError as error:
         raise SpecdecError(f"{what} {path} cannot be read: {error.strerror or error}") from None
+
+
+def model_path(name: str) -> Path:
+    """The path of a model's name, which need not be one. Raises SpecdecError for a local path that is not there."""
+    path = expanded(as_path(name, "the model"))
+    if name.endswith(".gguf"):
+        if not is_file(path):
+            raise SpecdecError(f"GGUF file not found: {name}")
+    elif is_file(path):
+        raise SpecdecError(f"not a GGUF file: {name}: expected a hub id, a folder or a file that ends in .gguf")
+    elif not is_folder(path) and (
+        path.is_absolute() or name.startswith((".", "~")) or len(name) > LONGEST_ID or name.count("/") > 1
+    ):
+        raise SpecdecError(f"model folder not found: {name}")
+    return path
 
 
 def check_readable(*names: Any, what: str) -> None:

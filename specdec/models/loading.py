@@ -24,7 +24,7 @@ from specdec.demo_models import draft_path, target_path
 from specdec.device.ambient import pinned
 from specdec.device.memory import explaining, is_out_of_memory, size
 from specdec.errors import SpecdecError
-from specdec.files.texts import as_path, expanded, is_file, is_folder
+from specdec.files.texts import as_path, expanded, is_folder, model_path
 from specdec.models.adapters import adapter_folders, load_adapter
 from specdec.models.attention import check_attention
 from specdec.models.checkpoint import (
@@ -47,7 +47,6 @@ from specdec.models.rope import rope_settings, rope_type, switch_position
 from specdec.models.tensor_parallel import loading_options, own_device
 
 EMBEDDED = {"demo-target": target_path, "demo-draft": draft_path}
-LONGEST_ID = 200  # characters of a name on the hub
 
 
 @dataclass(frozen=True)
@@ -70,17 +69,11 @@ class Source:
         name = str(text)
         if name in EMBEDDED:
             return Source(str(EMBEDDED[name]()))
-        path = expanded(as_path(name, "the model"))
+        path = model_path(name)
         if name.endswith(".gguf"):
-            if not is_file(path):
-                raise SpecdecError(f"GGUF file not found: {name}")
             return Source(str(path.parent), path.name)
         if is_folder(path):
             return Source(str(path))
-        if is_file(path):
-            raise SpecdecError(f"not a GGUF file: {name}: expected a hub id, a folder or a file that ends in .gguf")
-        if path.is_absolute() or name.startswith((".", "~")) or len(name) > LONGEST_ID or name.count("/") > 1:
-            raise SpecdecError(f"model folder not found: {name}")
         return Source(name)
 
     @property

@@ -19,7 +19,9 @@ from specdec import SpeculativeDecoder
 from specdec.cli import VERBS, app, load_verb, output
 from specdec.cli.inputs import chain, with_extra
 from specdec.cli.options import Models, Prompts, with_groups
+from specdec.drafters import STRATEGIES
 from specdec.errors import SpecdecError
+from specdec.files.fields import STRATEGY_NAMES
 from specdec.research import demo as demo_module
 from tests.helpers.tiny import tiny_model
 
@@ -420,8 +422,14 @@ WRONG_AT_ONCE = (
     "compare --target demo-target --draft demo-draft --prompt-file nowhere.jsonl", "ablate nowhere.yaml --out out",
     "results nowhere", "results . --csv --latex", "results . --where k", "lookup show nowhere",
     "trace record --out out --target demo-target --prompt-file nowhere.txt", "trace show nowhere",
-    "train eagle3 nowhere.yaml", "export", "export --config nowhere.yaml",
+    "generate --target ./nowhere --prompt a", "check --target demo-target --draft nowhere.gguf", "demo --strategies x",
+    "generate --target demo-target --prompt a --strategies prompt-lokup", "train eagle3 nowhere.yaml", "export",
+    "export --config nowhere.yaml",
 )  # fmt: skip
+
+
+def test_the_names_that_are_checked_at_once_are_those_of_the_strategies() -> None:
+    assert tuple(STRATEGIES) == STRATEGY_NAMES
 
 
 def test_help_and_typos_of_every_verb_and_theory_need_neither_torch_nor_a_second() -> None:
