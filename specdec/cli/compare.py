@@ -14,9 +14,9 @@ from rich.markup import escape
 
 from specdec.cli import output
 from specdec.cli.ablate import print_gate
-from specdec.cli.inputs import given, refuse_beside
+from specdec.cli.inputs import check_names, given, refuse_beside
 from specdec.cli.options import SETS, AsJson, DropLoops, Generation, Prompts, with_groups
-from specdec.files.texts import check_writable
+from specdec.files.texts import check_writable, model_path
 from specdec.research.bench.tables import Table
 from specdec.stats import PER_TESTED
 
@@ -50,6 +50,9 @@ def compare(
     Without --max-new-tokens, 64 tokens a row. A candidate that cannot run is listed with the reason, and the others
     run. Exit status 1: a candidate or a row failed, or a text differs from plain decoding's where it must not.
     """
+    model_path(target)
+    for entry in strategy or ():
+        check_names(entry.partition("@")[0])
     texts = prompts.entries()
     options = {"max_new_tokens": 64, **generation.settings()}
     from specdec.decoding.shard import Shard

@@ -424,7 +424,8 @@ WRONG_AT_ONCE = (
     "trace record --out out --target demo-target --prompt-file nowhere.txt", "trace show nowhere",
     "generate --target ./nowhere --prompt a", "check --target demo-target --draft nowhere.gguf", "demo --strategies x",
     "generate --target demo-target --prompt a --strategies prompt-lokup", "train eagle3 nowhere.yaml", "export",
-    "export --config nowhere.yaml",
+    "export --config nowhere.yaml", "compare --target ./nowhere --strategy suffix",
+    "compare --target demo-target --strategy prompt-lokup@match",
 )  # fmt: skip
 
 
