@@ -97,14 +97,18 @@ class DraftContext:
         return self.target.view.model.get_output_embeddings()
 
 
+def trait(default: Any) -> Any:
+    """Declare what subclasses may set, or compute in a property."""
+    return default
+
+
 @dataclass
 class Drafter:
     """Base of everything that proposes tokens, with a default for all but `draft`.
 
     Your own drafter needs a `name` and `draft`; parameters are dataclass fields, with their bounds if you like
-    (options.py), and what a call learns belongs to the copy that `fresh` makes, so that calls never share state. The
-    properties say how the engine must treat a strategy; class attributes will do in their place. Other objects serve as
-    well, if they have name, begin, draft and accept (`as_drafter`).
+    (options.py), and what a call learns belongs to the copy that `fresh` makes, so that calls never share state. Other
+    objects serve as well, if they have name, begin, draft and accept (`as_drafter`).
     """
 
     name: str = field(init=False, default="")
@@ -132,45 +136,26 @@ class Drafter:
     def accept(self, row: int, n_accepted: int, is_other: bool) -> None:
         """Learn that the row's round ended with `n_accepted` tokens of the draft accepted; is_other: of another's."""
 
-    # -- how the engine must treat it --------------------------------------------------------------------------------
+    # -- how the engine must treat it; where that depends on parameters, make it a property ---------------------------
 
-    @property
-    def makes_trees(self) -> bool:
-        """True if drafts can be trees."""
-        return False
+    makes_trees = trait(False)  # drafts can be trees
+    tree_nodes = trait(0)  # most nodes of its trees, if more than a verify pass usually takes
+    sizes_trees = trait(False)  # it chooses how large its trees are from the cost table of the call
+    # Layers whose hidden states it sees in every target pass, prompts included, through `observe`: 0 = the embedding's
+    # output, i = after block i, `ALL_LAYERS` = all; () = logits and tokens alone; None = nothing.
+    observed_layers = trait(None)
+    uses_draft_model = trait(False)  # it drafts with the decoder's draft model
+    runs_a_model = trait(True)  # drafting costs passes of a model; otherwise next to nothing, and there is no q
+    step_share = trait(0.1)  # of a plain target pass, that a step of a model other than the draft model takes
+    automatic = trait(False)  # the user left the draft length open: the call chooses it
+    can_pipeline = trait(False)  # the next draft can start before the host has read the verdict (`pipeline`)
+    shares_state = trait(False)  # rows draft from what others left, so under leviathan a text depends on other rows
 
-    @property
-    def tree_nodes(self) -> int:
-        """Most nodes of its trees, if more than a verify pass usually takes; else 0."""
-        return 0
+    # -- what some have ----------------------------------------------------------------------------------------------
 
-    @property
-    def sizes_trees(self) -> bool:
-        """True if it chooses how large its trees are from the cost table of the call."""
-        return False
-
-    @property
-    def observed_layers(self) -> tuple[int, ...] | None:
-        """Layers whose hidden states it sees in every target pass, prompts included, through `observe`.
-
-        0 = the embedding's output, i = after block i, `ALL_LAYERS` = all; () = logits and tokens alone; None = nothing
-        """
-        return None
-
-    @property
-    def uses_draft_model(self) -> bool:
-        """True if it drafts with the decoder's draft model."""
-        return False
-
-    @property
-    def runs_a_model(self) -> bool:
-        """True if drafting costs passes of some model; otherwise it costs the host next to nothing, and has no q."""
-        return True
-
-    @property
-    def step_share(self) -> float:
-        """Part of a plain target pass that a draft step takes, if it runs a model other than the draft model."""
-        return 0.1
+    def steps(self, k: int) -> int:
+        """Return the passes that are run to draft k tokens."""
+        return k
 
     def stop_by(self, rule: Any, levels: Mapping[int, float]) -> None:
         """End drafts by a length policy's rule (draft_model/steps.py `StopRule`); levels: row -> threshold, kept up to
@@ -179,27 +164,6 @@ class Drafter:
             f"strategy {self.name!r} has no draft steps that length_policy could end: choose one that looks at the "
             "past alone, such as heuristic, goodput or auto"
         )
-
-    def steps(self, k: int) -> int:
-        """Return the passes that are run to draft k tokens."""
-        return k
-
-    @property
-    def automatic(self) -> bool:
-        """True if the user left the draft length open: the call chooses it."""
-        return False
-
-    @property
-    def can_pipeline(self) -> bool:
-        """True if the next draft can start before the host has read the verdict (`pipeline`)."""
-        return False
-
-    @property
-    def shares_state(self) -> bool:
-        """True if rows draft from what other rows left: under leviathan a row's text then depends on them."""
-        return False
-
-    # -- what some have ----------------------------------------------------------------------------------------------
 
     def accept_path(self, row: int, nodes: Sequence[int]) -> None:
         """Learn the accepted nodes of a tree, from the first level on. Called before `accept`.
