@@ -82,7 +82,7 @@ class Rest(ModelFree):
         index, depth = self._index, self.depth
         text = np.append(as_array(request.tokens[max(0, len(request.tokens) - depth + 1) :]), request.last)
         query = text[::-1].astype(">u4").view(np.uint32)
-        positions = index.candidates(query, self.hits)
+        [positions] = index.nearest([(query, self.hits)])
         following = index.successors(positions, request.limit(self.n_max))  # [n, n_max]
         agreed = np.where(following[:, 0] >= 0, index.agreement(positions, query), 0)
         longest = int(agreed.max(initial=0))

@@ -129,16 +129,12 @@ class SuffixIndex:
         self.filed = max(0, self.size - 1)
         self._segments = [_Segment(0, self._sorted_by_doubling(self.filed).astype(np.int32))] if self.filed else []
 
-    def candidates(self, query: np.ndarray, most: int) -> np.ndarray:
-        """Find positions int64 [n], in no order, among them the `most` whose contexts agree longest with `query`.
-
-        query: newest tokens as `newest` returns them, or without the newest few
-        Positions without any agreement may be among them.
-        """
-        return self.nearest([(query, most)])[0] if len(query) else np.empty(0, dtype=np.int64)
-
     def nearest(self, queries: Sequence[tuple[np.ndarray, int]]) -> list[np.ndarray]:
-        """Find `candidates` of several (query, most) at once."""
+        """Find for each (query, most) positions int64 [n], in no order, among them the `most` whose contexts agree
+        longest with the query, and perhaps some without any agreement.
+
+        query: newest tokens as `newest` returns them, or without the newest few, but not all
+        """
         if self.size < 2:
             return [np.empty(0, dtype=np.int64)] * len(queries)
         width = _BYTES * self.depth

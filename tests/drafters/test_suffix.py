@@ -48,7 +48,7 @@ def test_the_nearest_positions_are_those_of_brute_force(
     if frozen:
         index.freeze()
     query = index.newest()[skipped:]
-    positions = index.candidates(query, most)
+    positions = index.nearest([(query, most)])[0] if len(query) else np.empty(0, dtype=np.int64)
     agreed = index.agreement(positions, query).tolist() if len(positions) else []
     wanted = [agreement(text, j, text[::-1][skipped:], depth - skipped) for j in range(len(text) - 1)]
     assert [wanted[j] for j in positions] == agreed
