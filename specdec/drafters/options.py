@@ -27,7 +27,7 @@ def number(default: float | None, low: float, high: float, optional: bool = Fals
     return _checked(default, partial(check_number, low=low, high=high), optional)
 
 
-def switch(default: bool) -> Any:
+def switch(default: bool | None) -> Any:
     """Declare a switch."""
     return _checked(default, check_switch)
 

@@ -175,8 +175,8 @@ def test_a_call_starts_afresh_and_keep_state_goes_on() -> None:
     ("options", "message"),
     [
         ({"n_draft": 0}, "n_draft must be a whole number"),
-        ({"fix_begin": "yes"}, "fix_begin must be true or false"),
-        ({"parity": None}, "parity must be true or false"),
+        ({"fix_begin": "yes"}, "fix_begin must be True or False"),
+        ({"parity": None}, "parity must be True or False"),
         ({"static": 3}, "static must be a file or a LookupCache"),
         ({"static": "/nowhere/static.bin"}, "lookup cache not found: /nowhere/static.bin"),
     ],

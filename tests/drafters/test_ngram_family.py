@@ -102,7 +102,7 @@ def test_switches_follow_parity_unless_they_are_set(kind: Any) -> None:
         assert getattr(kind(parity=False), name) is True
         assert getattr(kind(**{name: True}), name) is True
         assert getattr(kind(parity=False, **{name: False}), name) is False
-        with pytest.raises(SpecdecError, match=f"{name} must be true or false"):
+        with pytest.raises(SpecdecError, match=f"{name} must be True or False"):
             kind(**{name: 3})
 
 

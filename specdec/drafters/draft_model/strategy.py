@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import Tensor
 
-from specdec.config import check_number, check_switch, check_whole
 from specdec.drafters.base import MOST_NODES, Draft, DraftContext, DraftRequest, empty_like
 from specdec.drafters.best_tree import TreeSize
 from specdec.drafters.branching import Branching
@@ -23,7 +22,7 @@ from specdec.drafters.draft_model.intersection import IntersectingDrafter
 from specdec.drafters.draft_model.steps import Proposal, StopRule, Stops, check_steps
 from specdec.drafters.draft_model.translation import TranslatingDrafter
 from specdec.drafters.draft_model.tree import TreeGrowth, TreesAhead
-from specdec.drafters.options import state
+from specdec.drafters.options import number, state, switch, whole
 from specdec.drafters.planned_tree import PlanShape
 from specdec.drafters.tree_plan import parse_opt, parse_plan, plan_parents, upper_levels
 from specdec.errors import SpecdecError
@@ -54,17 +53,17 @@ class DraftModel(CoreDrafter):
     Raises SpecdecError for bad parameters.
     """
 
-    n_max: int | None = None
-    n_min: int | None = None
-    p_min: float | None = None
-    p_split: float | None = None
-    top_n: int | None = None
-    branches: int = 1
+    n_max: int | None = whole(None)
+    n_min: int | None = whole(None, least=0)
+    p_min: float | None = number(None, 0.0, 1.0)
+    p_split: float | None = number(None, 0.0, 1.0)
+    top_n: int | None = whole(None)
+    branches: int = whole(1, most=MOST_NODES)
     tree: Any = None
     preset: str | None = None
     translate: bool | str = False
     replacements: Mapping[str, str] = field(default_factory=dict)
-    overlap: bool | None = None
+    overlap: bool | None = switch(None)
     name: str = field(init=False, default="draft-model")
     uses_draft_model = True
 
@@ -83,8 +82,8 @@ class DraftModel(CoreDrafter):
         for name, value in (DEFAULTS | PRESETS.get(self.preset or "", {})).items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
+        super().__post_init__()
         check_steps(self)
-        check_number("draft-model: p_split", self.p_split, 0.0, 1.0)
         self._check_tree()
         texts = self.replacements.items() if isinstance(self.replacements, Mapping) else [(self.replacements, None)]
         if not all(isinstance(a, str) and a and isinstance(b, str) for a, b in texts):
@@ -93,15 +92,10 @@ class DraftModel(CoreDrafter):
             raise SpecdecError(
                 f'draft-model: translate must be True, False, "text" or "intersection", got {self.translate!r}'
             )
-        if self.overlap is not None:
-            check_switch("draft-model: overlap", self.overlap)
         if self.replacements and self.translate not in (True, "text"):
             raise SpecdecError("draft-model: replacements have no effect without translate=True")
 
     def _check_tree(self) -> None:
-        check_whole("draft-model: branches", self.branches, 1)
-        if self.branches > MOST_NODES:
-            raise SpecdecError(f"draft-model: branches={self.branches} is above the limit of {MOST_NODES}")
         self._best = parse_opt(self.tree)
         if self._best:
             self.best_size.check(self._best + 1, "draft-model")

@@ -149,9 +149,9 @@ class NgramCache(ParityDrafter):
     static: str | Path | LookupCache | None = None
     dynamic: str | Path | LookupCache | None = None
     n_draft: int = whole(8, most=MOST)
-    parity: bool = True
-    fix_boundaries: bool | None = None
-    fix_begin: bool | None = None
+    parity: bool = switch(True)
+    fix_boundaries: bool | None = switch(None)
+    fix_begin: bool | None = switch(None)
     shared: bool = switch(False)
     name: str = field(init=False, default="ngram-cache")
 

@@ -196,11 +196,11 @@ class NgramMapK(ParityDrafter):
     size_m: int = whole(48, most=MOST)
     min_hits: int = whole(1)
     hash_size: int = whole(262_144, least=0)
-    parity: bool = True
-    fix_ratchet: bool | None = None
-    fix_blind_spot: bool | None = None
-    fix_begin: bool | None = None
-    fix_min_hits: bool | None = None
+    parity: bool = switch(True)
+    fix_ratchet: bool | None = switch(None)
+    fix_blind_spot: bool | None = switch(None)
+    fix_begin: bool | None = switch(None)
+    fix_min_hits: bool | None = switch(None)
     shared: bool = switch(False)
     name: str = field(init=False, default="ngram-map-k")
 

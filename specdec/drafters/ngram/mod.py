@@ -95,9 +95,9 @@ class NgramMod(ParityDrafter):
     n_min: int = whole(48, 0, MOST)
     n_max: int = whole(64, 0, MOST)
     table_size: int = whole(4_194_304)
-    parity: bool = True
-    fix_wipe: bool | None = None
-    fix_occupancy: bool | None = None
+    parity: bool = switch(True)
+    fix_wipe: bool | None = switch(None)
+    fix_occupancy: bool | None = switch(None)
     shared: bool = switch(False)
     name: str = field(init=False, default="ngram-mod")
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from specdec.drafters.base import DraftContext, RowDrafter
-from specdec.errors import SpecdecError
 
 MOST = 1024  # n-gram or draft, as upstream
 
@@ -26,14 +25,9 @@ class ParityDrafter(RowDrafter):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        parity = self.parity  # type: ignore[attr-defined]
-        switches = [f.name for f in fields(self) if f.name.startswith("fix_")]
-        for name in ("parity", *switches):
-            if getattr(self, name) not in (True, False, None) or parity is None:
-                raise SpecdecError(f"{self.name}: {name} must be true or false, got {getattr(self, name)!r}")
-        for name in switches:
+        for name in [f.name for f in fields(self) if f.name.startswith("fix_")]:
             if getattr(self, name) is None:
-                setattr(self, name, not parity)
+                setattr(self, name, not self.parity)  # type: ignore[attr-defined]
         self._rows: dict[int, Any] = {}  # by slot
         self._separate = False
 

@@ -23,11 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.config import check_switch, check_whole
+from specdec.config import check_whole
 from specdec.drafters.base import Draft, DraftContext, DraftRequest, Tokens, empty_like
 from specdec.drafters.draft_model.core import CoreDrafter, DraftCore
 from specdec.drafters.draft_model.steps import COUNTS, STARTS, Proposal, StepInputs, StepsKey, Stops, check_steps
-from specdec.drafters.options import state
+from specdec.drafters.options import number, state, switch, whole
 from specdec.drafters.self_speculation.adapter import ExitAdapter, load_adapter
 from specdec.errors import SpecdecError
 from specdec.models.passes import PassInputs, PassKey
@@ -46,14 +46,14 @@ class EarlyExit(CoreDrafter):
     Raises SpecdecError for parameters out of range, and in a call for layers that the target does not have.
     """
 
-    layers: int | None = None
+    layers: int | None = whole(None)
     skip: Any = None
     adapter: Any = None
-    n_max: int = 4
-    n_min: int = 0
-    p_min: float = 0.0
-    top_n: int | None = None
-    resume: bool = True
+    n_max: int = whole(4)
+    n_min: int = whole(0, least=0)
+    p_min: float = number(0.0, 0.0, 1.0)
+    top_n: int | None = whole(None)
+    resume: bool = switch(True)
     name: str = field(init=False, default="early-exit")
     likely_causes = (
         "A model that was not trained for early exit says little after its first layers: train an adapter (specdec "
@@ -66,11 +66,9 @@ class EarlyExit(CoreDrafter):
     _vocab_size: int = state(0)
 
     def __post_init__(self) -> None:
-        check_switch("early-exit: resume", self.resume)
+        super().__post_init__()
         if self.layers is not None and self.skip is not None:
             raise SpecdecError("early-exit: give layers (the first ones draft) or skip (those left out), not both")
-        if self.layers is not None:
-            check_whole("early-exit: layers", self.layers, 1)
         if self.skip is not None:
             self.skip = parse_layers(self.skip)
         if self.adapter is not None:
@@ -182,13 +180,13 @@ def parse_layers(value: Any) -> tuple[int, ...]:
     """Parse layer numbers, from a list or from text such as "8-15+20". Raises SpecdecError for anything else."""
     if isinstance(value, str):
         parts = [part.split("-") for part in value.split("+")]
-        if not all(1 <= len(part) <= 2 and all(number.isdecimal() for number in part) for part in parts):
+        if not all(1 <= len(part) <= 2 and all(end.isdecimal() for end in part) for part in parts):
             raise SpecdecError(f"early-exit: skip must list layers, such as [8, 9] or '8-15+20', got {value!r}")
         value = [n for part in parts for n in range(int(part[0]), int(part[-1]) + 1)]
     if isinstance(value, int):
         value = [value]
     if not isinstance(value, Sequence) or not value:
         raise SpecdecError(f"early-exit: skip must list layers, such as [8, 9] or '8-15+20', got {value!r}")
-    for number in value:
-        check_whole("early-exit: skip", number, 0)
+    for layer in value:
+        check_whole("early-exit: skip", layer, 0)
     return tuple(sorted(set(value)))
