@@ -35,8 +35,8 @@ def test_a_hundred_random_rows_are_those_of_other_ways(tiny: Any) -> None:
 
 
 @pytest.mark.full
-def test_five_hundred_random_rows_are_those_of_other_ways(tiny: Any) -> None:
-    found = fuzzed(tiny, 500, 10_000)
+def test_two_thousand_random_rows_are_those_of_other_ways(tiny: Any) -> None:
+    found = fuzzed(tiny, 2000, 10_000)
     assert found.faults == []
     assert set(found.rules) == set(soak.RULES)
     assert len(found.strategies) == len({name.split(":")[0] for name in soak.CHAINS}) + 1
