@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from specdec.config import UNSET, as_list, unknown_name
-from specdec.errors import SpecdecError
+from specdec.errors import SpecdecError, need
 
 SWITCHES = ("_active_adapter", "_disable_adapters")
 Chosen = tuple[str, ...] | None  # None: as the model is set; (): no adapter
@@ -37,12 +37,9 @@ def load_adapter(model: nn.Module, folder: str, name: str, wrapper: Any = None) 
 
     wrapper: what this returned for the model's first adapter; peft's, which is needed for nothing else
     """
-    try:
-        from peft import PeftModel
-    except ImportError:
-        raise SpecdecError("adapters need the package peft: install specdec[lora]") from None
+    peft = need("peft", "adapters need", "lora")
     if wrapper is None:
-        wrapper = PeftModel.from_pretrained(model, folder, adapter_name=name)
+        wrapper = peft.PeftModel.from_pretrained(model, folder, adapter_name=name)
     else:
         wrapper.load_adapter(folder, adapter_name=name)
     for _, module in carriers(model):
