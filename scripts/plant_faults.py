@@ -51,8 +51,8 @@ FAULTS = (
         "            if self.finish_reason is not None and n + 1 == len(tokens):\n", (REFERENCE,),
     ),
     Fault(
-        "processors not on the accepted prefix", "decoding/verification.py", "emitted(verified.packed))",
-        "emitted(verified.packed)[:, :1])",
+        "processors not on the accepted prefix", "decoding/verification.py", "pending.emitted)",
+        "pending.emitted[:, :1])",
         ("tests/sampling/test_processors.py", "tests/decoding/test_processor_rows.py"),
     ),
     Fault(
