@@ -107,10 +107,13 @@ class SpeculativeDecoder:
         self._kept_chain: Chain | None = None
         self._kept_states: dict[str, ModelState] = {}
         if check:
-            for role, runner in self._runners().items():
-                if rounds_activations(runner.model) is None:  # a draft that rounds them has other passes, and may
-                    with explaining(runner.device, partial(self._self_test_would_fit, role)):
-                        self_test(runner, role)
+            self._self_test()
+
+    def _self_test(self) -> None:
+        for role, runner in self._runners().items():
+            if rounds_activations(runner.model) is None:  # a draft that rounds them has other passes, and may
+                with explaining(runner.device, partial(self._self_test_would_fit, role)):
+                    self_test(runner, role)
 
     def _self_test_would_fit(self, role: str, asked: int | None, free: int | None) -> str:
         weights = sum(model.weight_bytes for model in self.report.models)
