@@ -187,5 +187,5 @@ def _usable(parts: tuple[list[Answer], list[Answer]], why: str = "") -> tuple[li
 
 def token_counts(answers: Sequence[Answer], vocab_size: int) -> torch.Tensor:
     """How often each token occurs in answers, int64 [V]."""
-    tokens = torch.tensor([t for a in answers for t in a.ids[a.start :]])
+    tokens = torch.tensor([t for a in answers for t in a.ids[a.start :]], dtype=torch.int64)
     return torch.bincount(tokens, minlength=vocab_size)

@@ -6,6 +6,7 @@ It may start from a checkpoint, from random weights in a shape of one's own, or 
 from __future__ import annotations
 
 import copy
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from specdec.drafters import DraftModel
 from specdec.errors import SpecdecError, unknown_name
+from specdec.files.forms import Maybe, check, whole
+from specdec.models.checkpoint import LARGEST, MOST_LAYERS, OPTIONAL_SIZES, SIZES, said
 from specdec.models.loading import LoadedPair
 from specdec.training.config import DraftStart, TrainingConfig
 from specdec.training.features import Batch
@@ -44,16 +47,28 @@ def make_draft(start: DraftStart, target: Any, config: TrainingConfig) -> Any:
 
 
 def _new(config: Any, options: Any, seed: int) -> Any:
-    """A model of random weights, of the target's config but for `options`."""
+    """A model of random weights, of the target's config but for `options`. Raises SpecdecError for options that no
+    model can have, or that transformers would refuse when it is saved or loaded."""
     made = copy.deepcopy(config)
-    for name, value in options.items():
+    sizes: dict[str, Any] = {name: whole(1, LARGEST) for name in SIZES} | {"num_hidden_layers": whole(1, MOST_LAYERS)}
+    sizes["max_position_embeddings"] = whole(1)
+    sizes |= {name: Maybe(whole(1, LARGEST)) for name in OPTIONAL_SIZES}
+    check(dict(options), {name: form for name, form in sizes.items() if name in options}, "draft: options")
+    for name in options:
         if not hasattr(made, name):
             raise unknown_name("field of the target's config", name, sorted(made.to_dict()))
-        setattr(made, name, value)
-    _match_layers(made, range(made.num_hidden_layers))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(made, dtype=torch.float32)
+    try:
+        for name, value in options.items():
+            setattr(made, name, value)
+        _match_layers(made, range(made.num_hidden_layers))
+        with torch.random.fork_rng(devices=[]), tempfile.TemporaryDirectory() as folder:
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(made, dtype=torch.float32)
+            model.config.save_pretrained(folder)  # it validates, which setting a field does not
+            type(model.config).from_pretrained(folder)
+            return model
+    except Exception as error:  # each kind of model has faults of its own
+        raise SpecdecError(f"draft: options make no model: {said(error)}") from None
 
 
 def pruned(target: Any, layers: Sequence[int]) -> Any:

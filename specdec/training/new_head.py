@@ -8,13 +8,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.activations import ACT2FN
 
 from specdec.config import unknown_name
 from specdec.drafters.eagle3 import EagleHead, HeadConfig, load_head
 from specdec.drafters.eagle3.config import ROPE
 from specdec.drafters.eagle3.formats import check_fit
 from specdec.errors import SpecdecError
+from specdec.files.forms import Maybe, OneOf, check, number, whole
 from specdec.training.config import HeadStart
+
+SIZES = (
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
+    "num_hidden_layers", "observed", "max_position_embeddings", "target_hidden_size",
+)  # fmt: skip
 
 
 def make_head(start: HeadStart, target: Any, counts: Tensor, seed: int) -> EagleHead:
@@ -54,6 +61,12 @@ def head_config(target: Any, draft_vocab_size: int, options: Mapping[str, Any]) 
     for name in options:
         if name not in known:
             raise unknown_name("field of an eagle3 head", name, known)
+    forms: dict[str, Any] = {name: whole(1) for name in SIZES} | {
+        "layer_ids": Maybe([whole()]),
+        "rms_norm_eps": number(0.0),
+        "hidden_act": OneOf(tuple(ACT2FN)),
+    }
+    check(dict(options), {name: form for name, form in forms.items() if name in options}, "head: options")
     rope = getattr(text, "rope_parameters", None) or {}
     made: dict[str, Any] = {
         "version": 3,

@@ -11,11 +11,13 @@ from accelerate import Accelerator
 from specdec.decoder import SpeculativeDecoder
 from specdec.decoding.provenance import weight_hash
 from specdec.decoding.shard import Shard
+from specdec.errors import SpecdecError
 from specdec.files.texts import check_writable, writing
+from specdec.models.checkpoint import said
 from specdec.models.loading import LoadedPair
 from specdec.research.models.choice import locate
 from specdec.training.answers import Answer, Plan, read_answers, read_own_answers, token_counts, write_answers
-from specdec.training.config import TrainingConfig, content_hash
+from specdec.training.config import SECTIONS, TrainingConfig, content_hash
 from specdec.training.draft import DraftTask, make_draft
 from specdec.training.eagle3 import HeadTask
 from specdec.training.evaluate import Evaluation
@@ -39,11 +41,13 @@ def run_training(config: TrainingConfig, kind: str, advance: Advance, part: Shar
     """
     accelerator, pair = _loaded(config)
     target = pair.target
+    task = try_task(kind, config, target, pair.tokenizer)
     with accelerator.main_process_first():  # the others find them written
         answers = _answers(config, target, pair.tokenizer, advance, part)
     if answers is None:
         return None
-    task = make_task(kind, config, target, pair.tokenizer, answers[0])
+    if kind == "eagle3":  # its draft vocabulary depends on the answers
+        task = make_task(kind, config, target, pair.tokenizer, answers[0])
     task.module.to(accelerator.device)
     weights = weight_hash(target)
     with accelerator.main_process_first():
@@ -91,6 +95,22 @@ def make_task(kind: str, config: TrainingConfig, target: Any, tokenizer: Any, an
     text = target.config.get_text_config()
     head = make_head(config.head, target, token_counts(answers, text.vocab_size), config.seed)
     return HeadTask(head, text.num_hidden_layers, config)
+
+
+@torch.no_grad()
+def try_task(kind: str, config: TrainingConfig, target: Any, tokenizer: Any) -> Task:
+    """Make the drafter, and run it over a few tokens, before there are answers. Raises SpecdecError if it cannot."""
+    try:
+        task = make_task(kind, config, target, tokenizer, [])
+        source = Live(target, task.layers, [Answer(tuple(range(1, 7)), 2)])
+        module = task.module.to(source.device).eval()
+        with torch.autocast(source.device.type, torch.bfloat16, enabled=config.dtype == "bfloat16"):
+            module(source([0]))
+    except SpecdecError:
+        raise
+    except Exception as error:  # options that do not fit show in many ways
+        raise SpecdecError(f"{SECTIONS[kind]}: such a drafter cannot run on the target: {said(error)}") from None
+    return task
 
 
 def _answers(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from specdec.training.answers import Answer
 from specdec.training.config import DraftStart, TrainingConfig, TrainingData
 from specdec.training.draft import DraftTraining, make_draft, pruned
 from specdec.training.features import Live
+from specdec.training.run import run_training, try_task
 from tests.helpers.tiny import tiny_model
+from tests.helpers.training import config_of, save_target, settings
 
 CONFIG = TrainingConfig("t", "out", TrainingData(texts=("a",)))
 IDS = torch.tensor([[5, 9, 2, 7, 7, 1]])
@@ -59,6 +62,34 @@ def test_a_draft_from_scratch_has_the_targets_config_but_for_its_options() -> No
     assert target.config.num_hidden_layers == 3
     with pytest.raises(SpecdecError, match="did you mean 'num_hidden_layers'"):
         make_draft(DraftStart(options={"num_hidden_layer": 1}), target, CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"hidden_size": 100, "num_attention_heads": 8}, "hidden size"),  # transformers says so only when it is saved
+        ({"num_attention_heads": 7}, "options make no model|cannot run"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers: expected a whole number"),
+        ({"hidden_size": "wide"}, "hidden_size: expected a whole number"),
+        ({"head_dim": -1}, "head_dim: expected"),
+        ({"rms_norm_eps": None}, "options make no model.*expected float"),
+        ({"hidden_act": "swish9"}, "options make no model"),
+        ({"num_key_value_heads": 3}, "options make no model|cannot run"),
+    ],
+)
+def test_options_that_make_no_model_are_refused_before_any_work(options: dict[str, Any], words: str) -> None:
+    target = tiny_model("llama")
+    config = replace(CONFIG, draft=DraftStart(options=options))
+    with pytest.raises(SpecdecError, match=words) as error:
+        try_task("draft", config, target, None)
+    assert len(str(error.value)) < 300
+
+
+def test_a_run_with_such_options_writes_no_answers(tmp_path: Path) -> None:
+    values = settings(save_target(tmp_path / "t"), tmp_path / "out", draft={"options": {"num_hidden_layers": 0}})
+    with pytest.raises(SpecdecError, match="num_hidden_layers"):
+        run_training(config_of(tmp_path / "c.yaml", "draft", values), "draft", print)
+    assert not list(tmp_path.glob("out/*"))
 
 
 def test_a_draft_of_another_vocabulary_is_refused() -> None:

@@ -12,11 +12,12 @@ from specdec import SpecdecError
 from specdec.drafters.eagle3 import EagleHead
 from specdec.training import eagle3
 from specdec.training.answers import Answer
-from specdec.training.config import HeadStart
+from specdec.training.config import HeadStart, TrainingConfig, TrainingData
 from specdec.training.eagle3 import HeadTraining, StepKeys, ttt_logits
 from specdec.training.features import Live
 from specdec.training.losses import LOSSES
 from specdec.training.new_head import draft_vocabulary, make_head
+from specdec.training.run import try_task
 from tests.helpers.eagle3 import Rows, random_head
 from tests.helpers.tiny import tiny_model
 
@@ -163,3 +164,21 @@ def test_an_unknown_option_of_a_head_names_the_nearest() -> None:
     target = tiny_model("llama", num_hidden_layers=8)
     with pytest.raises(SpecdecError, match="did you mean 'intermediate_size'"):
         make_head(HeadStart(options={"intermediate": 3}), target, torch.ones(128), 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_hidden_layers": 0}, "head: options: num_hidden_layers: expected a whole number"),
+        ({"intermediate_size": "wide"}, "head: options: intermediate_size: expected a whole number"),
+        ({"rms_norm_eps": None}, "head: options: rms_norm_eps: expected"),
+        ({"hidden_act": "swish9"}, "head: options: hidden_act: expected"),
+        ({"layer_ids": 3}, "head: options: layer_ids: expected a list"),
+        ({"num_attention_heads": 7}, "head: such a drafter cannot run on the target"),
+        ({"rope": 3}, "head: such a drafter cannot run on the target"),
+    ],
+)
+def test_options_that_make_no_head_are_refused_before_any_work(options: dict[str, Any], words: str) -> None:
+    config = TrainingConfig("t", "out", TrainingData(texts=("a",)), head=HeadStart(options=options))
+    with pytest.raises(SpecdecError, match=words):
+        try_task("eagle3", config, tiny_model("llama", num_hidden_layers=8), None)
