@@ -205,11 +205,12 @@ class Row:
         self.accepted = min(self.accepted, emitted)
         levels, exhausted = None, False
         if self.parents is not None:
-            depths = depths_of(self.parents)
-            levels = max(depths, default=0) if own else self.accepted
-            exhausted = own and (self.path[-1] if self.path else -1) not in self.parents
+            depths, end = depths_of(self.parents), self.path[-1] if self.path else -1
+            real = [n for n in range(len(depths)) if n not in self.missing]
+            levels = max((depths[n] for n in real), default=0) if own else self.accepted
+            exhausted = own and all(self.parents[n] != end for n in real)
             if not own:
-                self.drafted = sum(d <= levels and n not in self.missing for n, d in enumerate(depths))
+                self.drafted = sum(depths[n] <= levels for n in real)
         elif not own:
             self.drafted = self.accepted
         if emitted > 0:

@@ -14,6 +14,8 @@ from specdec.drafters.base import DraftContext, DraftRequest
 from specdec.drafters.recycling import EMPTY, RIGHT, successors_of, template
 from specdec.models.runner import PassOutput, Runner
 from specdec.models.trees import MISSING, depths_of, path_to
+from specdec.research.traces.records import records_of
+from specdec.stats import Positions
 from tests.helpers.playing import check_counts, quoting_ids, weaker
 from tests.helpers.tiny import tiny_model
 from tests.oracle import oracle_greedy
@@ -163,3 +165,20 @@ def test_what_an_observer_learnt_of_a_target_ends_with_it() -> None:
 def test_parameters_out_of_range_are_refused_by_name(options: dict[str, Any]) -> None:
     with pytest.raises(SpecdecError, match=f"recycling: {next(iter(options))}"):
         TokenRecycling(**options)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_nodes_that_no_token_was_known_for_are_in_no_figure(temperature: float) -> None:
+    """The statistics are those of the rounds as a user reads them, where such nodes do not exist."""
+    model = tiny_model("llama")
+    decoder = SpeculativeDecoder(model, strategies=[TokenRecycling(nodes=12, width=3, depth=4)])
+    options: dict[str, Any] = {"temperature": temperature, "acceptance": "match", "seed": 2}
+    rounds = list(decoder.rounds(PROMPTS[0], 32, **options))
+    _, tested, accepted = Positions.of(records_of(rounds))
+    assert any(0 < len(r.draft) < 12 for r in rounds)
+    stats = decoder.generate(PROMPTS[0], 32, **options).stats
+    assert stats.tested_tokens == sum(tested)
+    assert stats.accepted_tokens == sum(accepted)
+    assert list(stats.conditional_acceptance_rate_per_position) == pytest.approx(
+        [a / t for a, t in zip(accepted, tested, strict=True) if t]
+    )
