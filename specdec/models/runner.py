@@ -28,9 +28,11 @@ from torch import Tensor
 from specdec.device.ambient import pinned
 from specdec.device.graphs import Choice, CudaRecorder, Graphs, I, R, Recorder, choose_mode
 from specdec.device.host_read import HostReader
+from specdec.device.memory import is_out_of_memory
 from specdec.device.transfer import to_device
 from specdec.errors import SpecdecError
 from specdec.files.fields import WIDEST
+from specdec.files.texts import first_line
 from specdec.models.adapters import Chosen, base_of
 from specdec.models.alibi import Alibi
 from specdec.models.attention import Mask, MaskBuilder, check_attention, fastest
@@ -234,11 +236,27 @@ class Runner:
         if made is None:
             attention = None if self.own_attention else self.attn_implementation
             mode = "off" if self.graphs is None else "graph"
-            made = Runner(self.model, attention, mode, self.recorder, skip=skip, adapter=adapter)
+            try:
+                made = Runner(self.model, attention, mode, self.recorder, skip=skip, adapter=adapter)
+                made._try_over(self.pool.make(1, 4))
+            except Exception as error:  # anything that a model trips over in its own code
+                if is_out_of_memory(error) or isinstance(error, SpecdecError):
+                    raise
+                raise SpecdecError(
+                    f"{self.config.model_type} cannot draft without its layers {list(skip)}: a pass fails "
+                    f"({first_line(error)}); use another strategy"
+                ) from error
             self.subsets[skip, adapter] = made
         made.refresh()
         made.choose_adapters(self.view.chosen)
         return made
+
+    def _try_over(self, cache: RaggedCache) -> None:
+        """Run a pass of one token over a new cache of the whole model."""
+        token = torch.zeros((1, 1), dtype=torch.long, device=self.device)
+        key = self.key(cache, Shapes((1,), 4, 4), 1, 1)
+        with torch.no_grad():
+            self.compute(cache, key, PassInputs(token, token.new_tensor([[0], [1]])))
 
     def _leave_out(self, model: Any) -> None:
         self.gaps = leave_out(model, self.measure()[-1], self.skip, self.adapter)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import MptConfig, MptForCausalLM
 
 from specdec import DraftModel, EarlyExit, PromptLookup, SpecdecError, SpeculativeDecoder
 from specdec.drafters.self_speculation import strategy
@@ -185,3 +186,9 @@ def test_a_refused_call_gives_its_cache_back() -> None:
     with pytest.raises(SpecdecError):
         decoder.generate([1, 2], 4, strategies=[EarlyExit(layers=9)])
     assert decoder.target.pool.idle is cache is not None
+
+
+def test_models_that_do_not_work_without_a_layer_are_refused_by_name() -> None:
+    model = MptForCausalLM(MptConfig(d_model=32, n_heads=4, n_layers=3, vocab_size=64)).eval()
+    with pytest.raises(SpecdecError, match=r"mpt cannot draft without its layers \[2\]"):
+        SpeculativeDecoder(model).generate([[1, 2, 3]], 4, strategies="early-exit:layers=2")
