@@ -45,6 +45,8 @@ def self_test(runner: Runner, role: str) -> None:
         if is_out_of_memory(error):
             raise
         raise SpecdecError(f"{kind} is not supported: {plain_cause(runner)} ({_said(error)})") from error
+    if bool(expected.isnan().any()):
+        raise SpecdecError(f"{kind} is not supported: its logits are NaN{_not_finite(runner)}")
     if test.looks_ahead(expected):
         raise SpecdecError(f"{kind} is not supported: {cause(runner, test.first, expected[0], looks_ahead=True)}")
     if runner.recurrence is None:
@@ -64,6 +66,13 @@ def self_test(runner: Runner, role: str) -> None:
         runner.tree_fault = (
             f"{kind} cannot verify trees, since it takes positions from the order of its cache ({fault})"
         )
+
+
+def _not_finite(runner: Runner) -> str:
+    """Name the first parameter that holds NaN or infinity."""
+    wide = ((n, p) for n, p in runner.model.named_parameters() if p.is_floating_point() and p.dtype.itemsize > 1)
+    name = next((n for n, p in wide if not bool(p.isfinite().all())), None)
+    return "" if name is None else f": the checkpoint has NaN or infinity in {name}; load it again, or another one"
 
 
 class _SelfTest:

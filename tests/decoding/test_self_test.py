@@ -139,3 +139,11 @@ def test_the_self_test_takes_five_passes() -> None:
     with counting_passes(model) as passes:
         SpeculativeDecoder(model)
     assert len(passes) == 5  # the plain forward among them: it was six without trees and copies
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_checkpoint_with_numbers_that_are_none_is_named(value: float) -> None:
+    model = copy.deepcopy(tiny_model("llama"))
+    model.model.layers[1].self_attn.k_proj.weight.data[0, 0] = value
+    with pytest.raises(SpecdecError, match=r"logits are NaN: the checkpoint has NaN or infinity in .*k_proj"):
+        SpeculativeDecoder(model)
