@@ -164,7 +164,10 @@ def _round_table(trace: Trace, rounds: Sequence[Round]) -> Any:
 def _analysis_table(trace: Trace, rows: list[int] | None, strategies: list[str] | None) -> Any:
     from specdec.research.traces.analysis import analyse
 
-    heads = ("strategy", "position", "tested", PER_TESTED, "expected", PER_DRAFTED)
+    # Of trees each node counts here, which p and q are of; `results` counts a level once.
+    of_nodes = any(r.parents is not None for r in trace.select(rows, strategies))
+    names = ("tested", PER_TESTED, "expected", PER_DRAFTED)
+    heads = ("strategy", "position", *(f"{name}, of nodes" if of_nodes else name for name in names))
     made = output.table(*heads, title="Acceptance")
     for entry in analyse(trace, ("strategy", "position"), rows, strategies):
         rates = (entry.conditional_acceptance_rate, entry.expected, entry.draft_acceptance_rate)
