@@ -287,15 +287,16 @@ class SpeculativeDecoder:
         return Call(self, settings, drafters, encoded, default, templates)
 
     def resolve_exact(self, choice: Any, drafters: Sequence[Any] = ()) -> bool:
-        """True if a call runs with fixed shapes; "auto" = dense half-precision models on a GPU, and chains only.
+        """True if a call runs with fixed shapes; "auto" = chains only, of dense models on a GPU that are in half precision
+        or keep keys and values in 8 bits.
 
         Raises SpecdecError if `choice` is True and exact mode does not cover the target or a drafter.
         """
         choice = self.exact if choice is UNSET else choice
         outside = self._outside_exact(drafters)
         if choice == "auto":
-            half = self.target.dtype in (torch.bfloat16, torch.float16)
-            return self.target.device.type == "cuda" and half and outside is None and not self._has_experts
+            coarse = self.target.dtype in (torch.bfloat16, torch.float16) or self.target.pool.kept_in is not None
+            return self.target.device.type == "cuda" and coarse and outside is None and not self._has_experts
         if choice and outside is not None:
             raise SpecdecError(f"exact=True does not cover {outside}")
         return bool(choice)

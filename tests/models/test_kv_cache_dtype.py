@@ -53,9 +53,9 @@ def reference(model: Any, prompt: list[int], kind: torch.dtype) -> list[int]:
 @pytest.mark.parametrize("name", ["fp8", "fp8_e5m2"])
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_texts_are_those_of_a_cache_that_rounds(kind: str, name: str) -> None:
-    model = tiny_model(kind)
+    model = tiny_model(kind).double()  # in float32 another width of a pass may round another way
     expected = [reference(model, prompt, KV_DTYPES[name]) for prompt in PROMPTS]
-    decoder = SpeculativeDecoder(model, tiny_model(kind, seed=0), kv_cache_dtype=name)
+    decoder = SpeculativeDecoder(model, tiny_model(kind).double(), kv_cache_dtype=name)
     plain = SpeculativeDecoder(model).generate(PROMPTS, TOKENS, strategies=[]).token_ids
     assert plain != expected  # else rounding would not be seen
     for chain in CHAINS.values():
@@ -66,17 +66,17 @@ def test_texts_are_those_of_a_cache_that_rounds(kind: str, name: str) -> None:
     assert alone == expected  # one row is written in another way
 
 
-def test_a_prefix_that_is_kept_has_the_same_bytes() -> None:
-    model = tiny_model("llama")
-    decoder = SpeculativeDecoder(model, kv_cache_dtype="fp8")
+def test_a_prefix_that_is_kept_has_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama").double()
+    decoder, fed = SpeculativeDecoder(model, kv_cache_dtype="fp8"), []
     first = decoder.generate([PROMPTS[2] * 4], TOKENS, strategies=[], keep_state=True).token_ids[0]
     longer = PROMPTS[2] * 4 + first
+    prefill = decoder.target.prefill
+    monkeypatch.setattr(decoder.target, "prefill", lambda *given: fed.append(given[2]) or prefill(*given))
     again = decoder.generate([longer], TOKENS, strategies=[], keep_state=True)
-    assert again.provenance["resumed"]
-    assert (
-        again.token_ids
-        == SpeculativeDecoder(model, kv_cache_dtype="fp8").generate([longer], TOKENS, strategies=[]).token_ids
-    )
+    assert sum(len(ids) for tokens in fed for ids in tokens.values()) < TOKENS  # the prompt was not computed again
+    fresh = SpeculativeDecoder(model, kv_cache_dtype="fp8").generate([longer], TOKENS, strategies=[])
+    assert again.token_ids == fresh.token_ids
 
 
 def test_a_byte_a_number_and_no_nan_of_what_is_too_large() -> None:
@@ -105,3 +105,12 @@ def test_the_report_counts_them_and_other_names_are_refused() -> None:
         SpeculativeDecoder(model, kv_cache_dtype="int4")
     with pytest.raises(SpecdecError, match="kv_cache_dtype"):
         SpeculativeDecoder.from_pretrained("demo-target", kv_cache_dtype=8)
+
+
+def test_exact_mode_keeps_roundings_alike_in_float32() -> None:
+    model = tiny_model("llama", num_hidden_layers=6)
+    decoder = SpeculativeDecoder(model, tiny_model("llama", num_hidden_layers=6), kv_cache_dtype="fp8", exact=True)
+    plain = decoder.generate(PROMPTS, 48, strategies=[])
+    assert plain.provenance["exact"]
+    for chain in ("draft-model:n_max=4", "prompt-lookup"):
+        assert decoder.generate(PROMPTS, 48, strategies=chain).token_ids == plain.token_ids
