@@ -254,6 +254,9 @@ def tiny_model(config: Any, seed: int = 0) -> Any:
             for parameter in model.parameters():
                 if parameter.ndim >= 2:
                     parameter.normal_(0, 0.3)
+            table = model.get_input_embeddings()
+            if hasattr(table, "embed_scale"):  # else the tied head says the last token again, whatever is attended to
+                table.weight.mul_(0.05)
     config.eos_token_id = None
     model.generation_config = GenerationConfig(do_sample=False, pad_token_id=0)
     return model
