@@ -287,8 +287,9 @@ class SpeculativeDecoder:
         return Call(self, settings, drafters, encoded, default, templates)
 
     def resolve_exact(self, choice: Any, drafters: Sequence[Any] = ()) -> bool:
-        """True if a call runs with fixed shapes; "auto" = chains only, of dense models on a GPU that are in half precision
-        or keep keys and values in 8 bits.
+        """True if a call runs with fixed shapes.
+
+        "auto" = for chains, and dense models on a GPU that are in half precision or keep keys and values in 8 bits.
 
         Raises SpecdecError if `choice` is True and exact mode does not cover the target or a drafter.
         """
