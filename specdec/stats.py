@@ -334,6 +334,21 @@ class Stats:
         }
 
 
+def contributes_nothing(name: str, tally: Tally, drafter: Any) -> str:
+    """Say that a strategy's drafts are hardly ever accepted, and what to look at (`Stats.hardly_accepted`).
+
+    drafter: the strategy; None = it cannot be made here, so only the figures are said
+    """
+    hint = ""
+    if drafter is not None:
+        repeats = ' This text repeats little: leave the strategy out, or let draft_length="auto" pass it over.'
+        hint = f" {drafter.likely_causes}" if drafter.runs_a_model else repeats
+    return (
+        f"strategy {name!r} contributes nothing: {tally.accepted_tokens} of {tally.draft_tokens} drafted tokens were "
+        f"accepted in {tally.drafted_rounds} rounds.{hint}"
+    )
+
+
 _MEANS = ("acceptance_length", "tokens_per_round", "draft_acceptance_rate", "generated_tokens", "rounds")
 
 

@@ -159,6 +159,9 @@ def _finish(summary: Mapping[str, Any] | None, folder: Path, as_json: bool) -> N
         else:
             output.stdout().print(message, soft_wrap=True)
         return
+    for setting, found in summary["warnings"].items():
+        for line in found:
+            output.warn(f"{setting}: {line}")
     if as_json:
         output.print_json({"complete": not summary["missing"], **summary})
     else:

@@ -64,6 +64,8 @@ def _print(console: Console, result: DemoResult, run: RunConfig) -> None:
     console.print(output.strategy_table(stats))
     console.print(output.position_table(stats))
     output.print_loops(console, shown.token_ids)
+    for line in shown.provenance["warnings"]:
+        console.print(line, style="yellow", soft_wrap=True, markup=False)
 
 
 def _summary(result: DemoResult, stats: dict[str, Any]) -> Any:

@@ -37,7 +37,7 @@ from specdec.models.state import ModelState
 from specdec.sampling.processor_check import check_processors, knows_its_row
 from specdec.sampling.processors import AllRows
 from specdec.sampling.sampling import build_sampling, row_key
-from specdec.stats import DraftWarning, Stats, Tally
+from specdec.stats import DraftWarning, Stats, contributes_nothing
 
 if TYPE_CHECKING:
     from specdec.decoder import SpeculativeDecoder
@@ -339,7 +339,8 @@ class Call:
     def warn(self, stats: Stats) -> list[str]:
         """Name, in one warning, the strategies that contributed nothing; returns its sentences."""
         useless = stats.hardly_accepted().items()
-        found = [_warning(name, tally, self.engine.chain.by_label[name]) for name, tally in useless]
+        by_label = self.engine.chain.by_label
+        found = [contributes_nothing(name, tally, by_label[name]) for name, tally in useless]
         if found:
             warnings.warn(" ".join(found), DraftWarning, stacklevel=4)
         return found
@@ -390,17 +391,6 @@ class Call:
             "resumed": self.engine.verifier.resumed_report(),
             "lossy": self.rule.lossy,
         }
-
-
-def _warning(name: str, tally: Tally, drafter: Any) -> str:
-    """Say that a strategy's drafts are hardly ever accepted, and what to look at."""
-    hint = drafter.likely_causes
-    if not drafter.runs_a_model:
-        hint = 'This text repeats little: leave the strategy out, or let draft_length="auto" pass it over.'
-    return (
-        f"strategy {name!r} contributes nothing: {tally.accepted_tokens} of {tally.draft_tokens} drafted tokens were "
-        f"accepted in {tally.drafted_rounds} rounds. {hint}"
-    )
 
 
 def _fresh_seed(seed: Any) -> Any:

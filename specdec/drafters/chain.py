@@ -45,7 +45,7 @@ class Chain:
     def __init__(self, drafters: Sequence[Any], reader: HostReader | None = None, separate: bool = False):
         self.drafters: list[Drafter] = [as_drafter(d) for d in drafters]
         self.separate = separate  # see DraftContext
-        self.labels = _labels(self.drafters)
+        self.labels = chain_labels(self.drafters)
         self.by_label = dict(zip(self.labels, self.drafters, strict=True))
         self.counters = {label: Counters() for label in self.labels}
         self.observers = [d for d in self.drafters if d.observed_layers is not None]
@@ -277,7 +277,7 @@ def _check_trees(drafter: Any, label: str, drafts: Sequence[Draft]) -> None:
             )
 
 
-def _labels(drafters: Sequence[Drafter]) -> list[str]:
+def chain_labels(drafters: Sequence[Drafter]) -> list[str]:
     """Make names unique: a second strategy of one name becomes `name#2`."""
     labels: list[str] = []
     for drafter in drafters:

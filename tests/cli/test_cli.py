@@ -82,6 +82,17 @@ def test_demo_for_people() -> None:
     assert [line for line in done.stdout.splitlines() if "identical to plain" in line and "yes" in line]
 
 
+def test_the_demo_names_a_draft_that_contributes_nothing(tmp_path: Path) -> None:
+    from tests.helpers.grid import save_model
+
+    pair = {"target": "demo-target", "draft": save_model(tmp_path / "draft")}
+    settings = {"pair": pair, "strategies": ["draft-model:n_max=1"], "generation": {"max_new_tokens": 110}}
+    (tmp_path / "demo.yaml").write_text(json.dumps({**settings, "prompts": [PROMPT]}))
+    done = run("demo", "--config", str(tmp_path / "demo.yaml"), "--repeats", "1")
+    assert done.exit_code == 0, done.output
+    assert done.stdout.count("strategy 'draft-model' contributes nothing: ") == 1
+
+
 def test_demo_matches_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """`identical` is computed: a decoder whose drafts change the text is found out, with exit status 1."""
     generate = SpeculativeDecoder.generate

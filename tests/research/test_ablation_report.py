@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -18,10 +19,11 @@ from specdec.cli import app
 from specdec.cli.ablate import print_summary
 from specdec.errors import SpecdecError
 from specdec.research.ablation import as_rows, merge, plots, report, run_ablation
-from specdec.research.ablation.compare import along, candidate_name, compare_config, examine, reasons
+from specdec.research.ablation.compare import along, candidate_name, compare, compare_config, examine, reasons
 from specdec.research.ablation.summary import measured_costs, paired, predicted_speedup, summarise, theoretical_speedup
 from specdec.research.ablation.table import first_difference
 from specdec.research.ablation.tables import comparison_table, settings_table
+from specdec.research.ablation.weak_drafts import pooled
 from specdec.research.results import Results
 from tests.helpers.browser import browser, find_chromium
 from tests.helpers.grid import PROMPTS, grid, save_model, save_pair
@@ -48,6 +50,40 @@ def finished(pair: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> 
     run_ablation(config, out)
     assert merge(out) is not None
     return out
+
+
+# -- drafts that contribute nothing ------------------------------------------------------------------------------------
+
+
+def test_a_draft_that_contributes_nothing_is_named_once_a_setting_over_all_its_rows(tmp_path: Path) -> None:
+    """No row has the 100 rounds that a call must have; a setting's rows have them together."""
+    pair = {"target": save_model(tmp_path / "target"), "draft": save_model(tmp_path / "draft", seed=9)}
+    values = {
+        "pairs": {"other": pair, "same": {**pair, "draft": pair["target"]}}, "prompts": list(PROMPTS[:4]),
+        "strategies": {"draft": ["draft-model:n_max=1"]}, "generation": {"max_new_tokens": 16},
+        "axes": {"seed": [0, 1]},
+    }  # fmt: skip
+    (tmp_path / "grid.yaml").write_text(yaml.safe_dump(values))
+    done = invoke("ablate", str(tmp_path / "grid.yaml"), "--out", str(tmp_path / "out"))
+    assert done.exit_code == 0, done.output
+    [line] = [line for line in done.stderr.splitlines() if "contributes nothing" in line]
+    assert line.startswith("warning: other draft: strategy 'draft-model' contributes nothing: ")
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert f"warning: other draft: {' '.join(summary['warnings']['other draft'])}" == line
+    assert set(summary["warnings"]) == {"other draft"}
+    assert "Look at the pair" in line
+    assert (tmp_path / "out" / "report.html").read_text().count("contributes nothing") == 1
+
+    config = compare_config(pair["target"], [pair["draft"]], prompts=PROMPTS, max_new_tokens=24)
+    [found] = compare(config, tmp_path / "compared")["candidates"]
+    assert [reason for reason in found["reasons"] if reason.startswith("strategy 'draft-model' contributes nothing: ")]
+
+
+def test_skipped_requests_of_all_rows_count_as_those_of_a_call_do() -> None:
+    entry = {"records": [["draft-model", 2, 0, None, False, True]], "skipped": {"draft-model": 47 / 3}}
+    assert list(pooled([entry] * 6).hardly_accepted()) == ["draft-model"]
+    assert not pooled([entry] * 5).hardly_accepted()
+    assert not pooled([{"records": [], "status": "error"}]).hardly_accepted()
 
 
 # -- summary ----------------------------------------------------------------------------------------------------------

@@ -165,6 +165,8 @@ def compare(
         elif group[0]["drafts"]:
             groups.append(group)
     made = [candidate(group, rows, facts.get(group[0]["pair"])) for group in groups]
+    for entry, group in zip(made, groups, strict=True):
+        entry["reasons"] += summary["warnings"].get(group[0]["setting"], [])
     named = {c["name"]: group for c, group in zip(made, groups, strict=True)}
     others = [name for name in named if baseline in named and name != baseline]
     compared = [compare_settings(name, named[name], baseline, named[baseline]) for name in others] if baseline else []

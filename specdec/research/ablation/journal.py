@@ -35,7 +35,7 @@ OPTIONAL: dict[str, Any] = {
     "exact": Maybe(BOOL), "lossy": Maybe(BOOL), "versions": Maybe(TEXT), "weights": Maybe(MapOf(TEXT)),
     "strategy_seconds": Maybe(MapOf(SECONDS)), "seconds": Maybe(SECONDS), "prefill_seconds": Maybe(SECONDS),
     "draft_seconds": Maybe(SECONDS), "verify_seconds": Maybe(SECONDS), "other_seconds": Maybe(SECONDS),
-    "distance": Maybe(NUMBER),
+    "distance": Maybe(NUMBER), "skipped": Maybe(MapOf(SECONDS)),
 }  # fmt: skip
 LONGEST_DRAFT = whole(0, 1 << 17)  # figures have an entry for each position
 RECORD = {

@@ -12,6 +12,7 @@ from specdec.research.ablation.report import render
 from specdec.research.ablation.store import Store, read_checked
 from specdec.research.ablation.summary import summarise
 from specdec.research.ablation.table import TABLE, table_of, write_table
+from specdec.research.ablation.weak_drafts import weak_drafts
 from specdec.research.loops import without_loops
 
 SUMMARY, REPORT = "summary.json", "report.html"
@@ -40,7 +41,8 @@ def merge(
         raise SpecdecError(f"{folder} has no rows yet")
     head = {name: manifest[name] for name in ("date", "commit", "versions", "machine")}
     head["models"] = manifest.get("models", {})
-    made = {**head, "missing": missing, "runner": store.overhead(), **summarise(rows, baseline, drop_loops)}
+    made = {**head, "missing": missing, "runner": store.overhead(), "warnings": weak_drafts(manifest, store)}
+    made |= summarise(rows, baseline, drop_loops)
     write_table(rows, folder / TABLE)
     write_file(folder / SUMMARY, json.dumps(made, indent=1) + "\n", "summary")
     shown = without_loops(rows) if drop_loops else rows

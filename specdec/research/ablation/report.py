@@ -131,6 +131,8 @@ def _banners(summary: Mapping[str, Any]) -> str:
     if summary.get("context_rows"):
         count = summary["context_rows"]
         made.append(("warn", f"{count} of {summary['rows']} texts ended at the context's limit, before max_new_tokens"))
+    for setting, found in summary.get("warnings", {}).items():
+        made += [("warn", f"{setting}: {line}") for line in found]
     if summary["missing"]:
         made.append(("warn", f"{summary['missing']} rows are missing"))
     failed = sum(e["rows"] for e in summary["errors"])

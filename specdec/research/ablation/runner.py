@@ -311,6 +311,7 @@ def rows_of(out: Generation, seconds: float) -> list[dict[str, Any]]:
         "seconds": seconds / count,
         **{f"{name}_seconds": value / count for name, value in parts.items()},
         "strategy_seconds": {name: c.t_draft / count for name, c in out.stats.counters.items()},
+        "skipped": {name: c.n_skipped / count for name, c in out.stats.counters.items()},
     }
     return [
         {
