@@ -135,6 +135,9 @@ def translate(name: str, pair: PairConfig, chain: Sequence[Strategy], settings: 
     """Write a chain in an engine's options, and list what is lost."""
     engine, made, used = ENGINES[name], Exported(), list[Strategy]()
     made.lose_model(name == "llama.cpp", None, "target", pair.target)
+    if pair.kv_cache_dtype is not None:
+        own = "-ctk and -ctv" if name == "llama.cpp" else "--kv-cache-dtype"
+        made.lose(None, "kv_cache_dtype", pair.kv_cache_dtype, f"an option of the engine, not of its drafts: {own}")
     for one in chain:
         if one.name not in engine.ways:
             made.lose(one.name, None)

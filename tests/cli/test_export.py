@@ -71,6 +71,13 @@ def test_every_strategy_has_a_counterpart_or_is_lost(engine: str) -> None:
             assert (out["options"], out["lost"]) == ({}, [lost])
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_keys_in_8_bits_are_named_as_the_engines_own_option(engine: str) -> None:
+    pair = PairConfig("t.gguf", "d.gguf", kv_cache_dtype="fp8")
+    [lost] = [e for e in exported(engine, "draft-model", pair)["lost"] if e["option"] == "kv_cache_dtype"]
+    assert ("-ctk" if engine == "llama.cpp" else "--kv-cache-dtype") in lost["why"]
+
+
 def silent(engine: str) -> list[str]:
     """The options that change neither what is written nor what is lost."""
     found = []
