@@ -19,6 +19,7 @@ from rich.text import Text
 
 from specdec.cli.quiet import warn as warn
 from specdec.files.texts import duration as duration
+from specdec.files.texts import finite as finite
 from specdec.research.bench import tables
 from specdec.research.bench.tables import figure as number
 from specdec.research.colours import colour_of, on_any_ground
@@ -49,15 +50,6 @@ def print_json(data: Any) -> None:
     """One JSON document; NaN and infinities, which JSON lacks, as null."""
     json.dump(finite(data), sys.stdout, indent=2, ensure_ascii=False, allow_nan=False)
     sys.stdout.write("\n")
-
-
-def finite(value: Any) -> Any:
-    """The value with null for NaN and infinities."""
-    if isinstance(value, float):
-        return value if abs(value) < float("inf") else None
-    if isinstance(value, Mapping):
-        return {str(k): finite(v) for k, v in value.items()}
-    return [finite(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
 @contextmanager

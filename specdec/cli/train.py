@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -81,6 +82,7 @@ def _train(kind: str, file: Path, options: dict[str, Any], part: str | None, as_
     from specdec.decoding.shard import Shard  # training is loaded only where it is asked for
     from specdec.training.checkpoint import CHECKPOINT
     from specdec.training.config import load_training
+    from specdec.training.loop import DivergedError
     from specdec.training.run import RESULT, run_training
 
     config = load_training(file, kind, **{name: value for name, value in options.items() if value is not None})
@@ -92,8 +94,12 @@ def _train(kind: str, file: Path, options: dict[str, Any], part: str | None, as_
         what = "the last checkpoint is" if trained else "the answers so far are kept"
         return f"{what} in {config.folder}; the same command goes on from there"
 
-    with output.on_interrupt(kept), output.progress("training") as advance:
-        log = run_training(config, kind, advance, parsed)
+    try:
+        with output.on_interrupt(kept), output.progress("training") as advance:
+            log = run_training(config, kind, advance, parsed)
+    except DivergedError as error:  # nothing is wrong with the input: a check failed
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
     result = str(config.folder / RESULT[kind])
     if as_json:
         output.print_json({"log": log, "result": None if log is None else result})

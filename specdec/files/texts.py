@@ -146,6 +146,15 @@ def parse_json(text: str, where: str) -> Any:
     return made
 
 
+def finite(value: Any) -> Any:
+    """The value with null for NaN and infinities, which JSON lacks."""
+    if isinstance(value, float):
+        return value if abs(value) < float("inf") else None
+    if isinstance(value, Mapping):
+        return {str(k): finite(v) for k, v in value.items()}
+    return [finite(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
 def parse_yaml(text: str, where: str) -> Any:
     """A YAML document, with the faults of `parse_json`; a duplicate key is one more."""
     try:

@@ -21,8 +21,8 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from specdec.errors import SpecdecError
-from specdec.files.texts import duration, parse_json, read_text, write_file, writing
-from specdec.training.checkpoint import read_checkpoint, write_checkpoint
+from specdec.files.texts import duration, finite, parse_json, read_text, write_file, writing
+from specdec.training.checkpoint import CHECKPOINT, read_checkpoint, write_checkpoint
 from specdec.training.config import TrainingConfig
 from specdec.training.features import Source, order
 from specdec.training.schedule import Together, make_optimisers
@@ -30,6 +30,10 @@ from specdec.training.task import Figures, Task
 
 LOG = "log.jsonl"
 Evaluate = Callable[[], dict[str, Any]]
+
+
+class DivergedError(SpecdecError):
+    """The loss, its gradient or the weights are NaN or infinite: the run cannot go on."""
 
 
 @dataclass
@@ -59,9 +63,12 @@ class Loop:
         self.parameters = [p for p in self.task.module.parameters() if p.requires_grad]
 
     def run(self, advance: Callable[[str], None]) -> list[dict[str, Any]]:
-        """Train to the end, or from the last checkpoint on; returns the log."""
+        """Train to the end, or from the last checkpoint on; returns the log.
+
+        Raises DivergedError at the first step that is not finite; the checkpoint before it stays.
+        """
         config, folder = self.config, self.config.folder
-        done = read_checkpoint(folder, self._state(), self.mark, self.accelerator.device)
+        done = saved = read_checkpoint(folder, self._state(), self.mark, self.accelerator.device)
         log = _Log(folder / LOG, done, config.steps, self.accelerator.is_main_process)
         chosen = self._chosen(done)
         if not done:
@@ -70,19 +77,36 @@ class Loop:
         for step in range(done + 1, config.steps + 1):
             if self._spent() >= 1:
                 break  # a finished run that is started again
-            loss = self._step(chosen)
-            seconds = self._seconds()
-            is_last = step == config.steps or self._spent() >= 1
-            if step % config.eval_every == 0 or is_last:
+            try:
+                loss = self._step(chosen)
+                seconds = self._seconds()
+                is_last = step == config.steps or self._spent() >= 1
+                is_measured, is_saved = (is_last or step % n == 0 for n in (config.eval_every, config.checkpoint_every))
+                if (is_measured or is_saved) and not all(p.isfinite().all() for p in self.parameters):
+                    raise FloatingPointError("weights are")
+            except FloatingPointError as error:
+                log.write({"step": step, "loss": None, "seconds": self._seconds()})
+                raise self._diverged(f"{error} not finite", step, saved) from None
+            if is_measured:
                 log.write(self._entry(step, loss, seconds))
             elif step % 10 == 0:
                 log.write({"step": step, "loss": loss.item(), "seconds": seconds})
-            if (step % config.checkpoint_every == 0 or is_last) and self.accelerator.is_main_process:
-                write_checkpoint(folder, self._state(), self.mark, step)
+            if is_saved:
+                saved = step
+                if self.accelerator.is_main_process:
+                    write_checkpoint(folder, self._state(), self.mark, step)
             advance(f"{log.words(step)}, about {duration(self._left(step, done))} left")
             if is_last:
                 break
         return log.entries
+
+    def _diverged(self, what: str, step: int, saved: int) -> DivergedError:
+        chosen = self.config.optimiser
+        rates = f"optimiser.lr ({chosen.lr:g})" + (f" and optimiser.muon ({chosen.muon:g})" if chosen.muon else "")
+        kept = (
+            f" and remove {CHECKPOINT}, or give another `out`; the checkpoint of step {saved} is kept" if saved else ""
+        )
+        return DivergedError(f"step {step}: {what}: the training diverged; lower {rates}{kept}")
 
     def _seconds(self) -> float:
         """Of the loop so far, those of an earlier part of the run included."""
@@ -98,7 +122,8 @@ class Loop:
         return left if self.config.minutes is None else min(left, max(0.0, 60 * self.config.minutes - self._seconds()))
 
     def _step(self, chosen: Iterator[list[int]]) -> Tensor:
-        """One optimiser step; returns its loss."""
+        """One optimiser step; returns its loss. Raises FloatingPointError, with weights as before, for one that would
+        spoil them."""
         self.module.train()
         total = torch.zeros((), device=self.accelerator.device)
         for i in range(self.config.accumulate):
@@ -107,11 +132,15 @@ class Loop:
                 loss = self.figures(self.module, next(chosen)).loss / self.config.accumulate
                 self.accelerator.backward(loss)
             total += loss.detach()
-        self.accelerator.clip_grad_norm_(self.parameters, self.config.optimiser.clip)
+        mean: Tensor = self.accelerator.reduce(total, "mean")
+        norm = self.accelerator.clip_grad_norm_(self.parameters, self.config.optimiser.clip)
+        if not mean.isfinite():
+            raise FloatingPointError("the loss is")
+        if norm is not None and not torch.as_tensor(norm).isfinite():
+            raise FloatingPointError("the gradient is")
         self.optimiser.step()
         self.schedule.step()
         self.optimiser.zero_grad()
-        mean: Tensor = self.accelerator.reduce(total, "mean")
         return mean
 
     def figures(self, module: Callable[..., Figures], chosen: list[int]) -> Figures:
@@ -166,7 +195,7 @@ class _Log:
         self.entries.append(entry)
         if self.writes:
             with writing(self.file, "log"), self.file.open("a", encoding="utf-8") as lines:
-                lines.write(json.dumps(entry) + "\n")
+                lines.write(json.dumps(finite(entry), allow_nan=False) + "\n")
 
     def words(self, step: int) -> str:
         """The state of the run in a few words."""

@@ -9,14 +9,17 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
+from typer.testing import CliRunner
 
 from specdec import SpecdecError, SpeculativeDecoder
+from specdec.cli import app
 from specdec.decoding.shard import Shard
 from specdec.drafters import Eagle3
 from specdec.drafters.eagle3 import load_head
@@ -288,6 +291,43 @@ def test_a_checkpoint_of_another_config_is_refused(tmp_path: Path, target: Path)
     run_training(config, "eagle3", quiet)
     with pytest.raises(SpecdecError, match="another config, target or answers"):
         run_training(small(tmp_path, target, steps=2, eval_tokens=0, ttt_steps=2), "eagle3", quiet)
+
+
+@pytest.mark.parametrize("what", ["the loss is", "the gradient is", "weights are"])
+def test_a_training_that_diverges_stops_with_its_last_checkpoint(
+    what: str, tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small(tmp_path, target, eval_tokens=0)
+    figures, step = loop_module.Loop.figures, loop_module.Loop._step
+
+    def poisoned(self: Any, module: Any, chosen: list[int]) -> Any:
+        made = figures(self, module, chosen)
+        if self.schedule.parts[0].last_epoch == 3:  # in step 4
+            spoilt = sum(p.sum() for p in self.parameters) * 0
+            made = replace(made, loss=made.loss + (float("nan") if what == "the loss is" else spoilt.sqrt()))
+        return made
+
+    def overflown(self: Any, chosen: Any) -> Any:
+        loss = step(self, chosen)
+        if self.schedule.parts[0].last_epoch == 4:
+            self.parameters[0].data.fill_(float("inf"))
+        return loss
+
+    if what == "weights are":
+        monkeypatch.setattr(loop_module.Loop, "_step", overflown)
+    else:
+        monkeypatch.setattr(loop_module.Loop, "figures", poisoned)
+    done = CliRunner().invoke(app, ["train", "eagle3", str(tmp_path / "run.yaml")])
+    assert done.exit_code == 1
+    assert f"step 4: {what} not finite: the training diverged; lower optimiser.lr (0.001)" in done.output
+    assert "the checkpoint of step 2 is kept" in done.output
+    assert "written" not in done.output
+    assert torch.load(config.folder / "checkpoint.pt")["step"] == 2
+    assert not (config.folder / "head").exists()
+    assert log_of(config.folder)[-1] == {"step": 4, "loss": None}
+    assert "NaN" not in (config.folder / "log.jsonl").read_text()
+    monkeypatch.undo()
+    assert run_training(config, "eagle3", quiet)[-1]["step"] == 6
 
 
 def test_a_damaged_checkpoint_is_refused(tmp_path: Path, target: Path) -> None:
