@@ -21,6 +21,7 @@ from typing import Any
 
 from specdec.errors import SpecdecError
 from specdec.research.ablation.summary import (
+    ASKED,
     FIGURES,
     OF_ROWS,
     by_setting,
@@ -57,6 +58,7 @@ SPEEDS = ("speedup", "decode_speedup")
 SETTINGS = ("pair", "strategies", "k", "temperature", "acceptance", "length_policy", "seed")
 Counts = Mapping[str, float]
 Key = tuple[Any, ...]
+Grouped = tuple[list[dict[str, Any]], list[list[Row]]]  # the entries of a table, and the rows of each group
 
 
 @dataclass(frozen=True)
@@ -125,15 +127,15 @@ class Results(Tabular):
         sound = [r for r in self.rows if r["status"] == "ok"]
         several = any(len(chain_of(r)) > 1 for r in sound)
         if "position" in names:
-            found = _by_position(sound, names)
+            found, pooled = _by_position(sound, names)
         elif {"length", "accepted_length"} & set(names) or ("strategy" in names and several):
-            found = _by_rounds(sound, names)
+            found, pooled = _by_rounds(sound, names)
         else:
-            found = _by_rows(sound, names)
+            found, pooled = _by_rows(sound, names)
         if not found:
             raise SpecdecError(f"{self.source}: no row with a draft to group by {', '.join(names)}")
         intervals = intervals_over([r["prompts"] for r in found])
-        return ResultTable(names, _ordered(found, names), "; ".join([intervals, *_warnings(sound, names)]))
+        return ResultTable(names, _ordered(found, names), "; ".join([intervals, *_warnings(sound, names, pooled)]))
 
     def against(self, baseline: str) -> ResultTable:
         """Paired differences of every setting that drafts and one of them, on the prompts and seeds that both have: of
@@ -171,17 +173,25 @@ def chain_of(row: Mapping[str, Any]) -> list[str]:
     return timed or list(dict.fromkeys(r[0] for r in row.get("records") or () if r[0] is not None))
 
 
-def _warnings(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
-    """Say which settings a table mixes in its groups, and how many of its rows end in a loop."""
+def _warnings(rows: Sequence[Row], names: Sequence[str], groups: Sequence[Sequence[Row]]) -> list[str]:
+    """Say which settings a table pools within its groups of rows, and how many of its rows end in a loop."""
     drafting = [r for r in rows if r["drafts"]]
+    asked = dict.fromkeys([*SETTINGS, *(n for r in drafting for n in r if n in ASKED or "." in n)])
     said = []
-    for axis in SETTINGS:
-        implied = axis in names or "setting" in names or (axis == "strategies" and "strategy" in names)
-        values = list(dict.fromkeys(r.get(axis) for r in drafting))
-        if not implied and len(values) > 1:
-            said.append(f"pooled over {axis} ({', '.join('none' if v is None else str(v) for v in values)})")
+    for axis in [] if "setting" in names else asked:  # seeds are of one setting
+        pooled: set[str] = set()
+        for group in groups:
+            values = {_in_words(r.get(axis)) for r in group}
+            pooled |= values if len(values) > 1 else set()
+        if pooled:
+            shown = [value for value in dict.fromkeys(_in_words(r.get(axis)) for r in rows) if value in pooled]
+            said.append(f"pooled over {axis} ({', '.join(shown)})")
     looped = sum(map(is_looped, drafting))
     return said + ([f"{looped} of {len(drafting)} rows end in a loop"] if looped else [])
+
+
+def _in_words(value: Any) -> str:
+    return "none" if value is None else str(value)
 
 
 def _strategy(row: Row) -> str:
@@ -192,7 +202,7 @@ def _cluster(row: Row) -> Any:
     return row["call"] if row["batch_size"] > 1 else conversation(row)
 
 
-def _by_rows(rows: Sequence[Row], names: Sequence[str]) -> list[dict[str, Any]]:
+def _by_rows(rows: Sequence[Row], names: Sequence[str]) -> Grouped:
     """Groups of whole rows, with speeds."""
     groups: dict[Key, list[Row]] = defaultdict(list)
     for row in rows:
@@ -209,10 +219,10 @@ def _by_rows(rows: Sequence[Row], names: Sequence[str]) -> list[dict[str, Any]]:
             entry |= dict.fromkeys(("draft_acceptance_rate", "conditional_acceptance_rate"), Interval(None))
         entry["acceptance_length"] = _acceptance_length(clustered(group))
         made.append(entry | {name: Interval(**(found.get(name) or {"value": None})) for name in SPEEDS})
-    return made
+    return made, list(groups.values())
 
 
-def _by_rounds(rows: Sequence[Row], names: Sequence[str]) -> list[dict[str, Any]]:
+def _by_rounds(rows: Sequence[Row], names: Sequence[str]) -> Grouped:
     """Groups of rounds: by who drafted in chains of several strategies, or by the draft's length. No speeds: seconds
     belong to whole rows."""
     groups = _Groups()
@@ -225,10 +235,10 @@ def _by_rounds(rows: Sequence[Row], names: Sequence[str]) -> list[dict[str, Any]
         rates = {n: _ratio(clusters, *FIGURES[n]) for n in FIGURES if n not in OF_ROWS}
         length = _acceptance_length(clusters)
         made.append({**entry, **_counts(clusters, COUNTED), **rates, "acceptance_length": length})
-    return made
+    return made, groups.members()
 
 
-def _by_position(rows: Sequence[Row], names: Sequence[str]) -> list[dict[str, Any]]:
+def _by_position(rows: Sequence[Row], names: Sequence[str]) -> Grouped:
     """Groups of drafted tokens by their position, from 1; of a tree, of levels."""
     groups, rounds = _Groups(), _Groups()  # rounds: those with a draft, by all but the position
     at = names.index("position")
@@ -244,20 +254,26 @@ def _by_position(rows: Sequence[Row], names: Sequence[str]) -> list[dict[str, An
     for entry, drawn in groups.entries(names):
         entry |= _counts(drawn, ("drafted", "tested", "accepted"))
         made.append(entry | {n: _ratio(drawn, "accepted", below) for n, below in OF_POSITIONS.items()})
-    return made
+    return made, groups.members()
 
 
 class _Groups:
-    """Counts of groups by cluster, and the prompts of each group."""
+    """Counts of groups by cluster, and the prompts and rows of each group."""
 
     def __init__(self) -> None:
         self.counts: dict[Key, dict[Any, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
         self.prompts: dict[Key, set[str]] = defaultdict(set)
+        self.rows: dict[Key, dict[int, Row]] = defaultdict(dict)
 
     def add(self, key: Key, row: Row, counts: Mapping[str, int]) -> None:
         """Count a round, or a token, of a row."""
         self.prompts[key].add(conversation(row))
+        self.rows[key][id(row)] = row
         self.counts[key][_cluster(row)].update(counts)
+
+    def members(self) -> list[list[Row]]:
+        """The rows of each group."""
+        return [list(rows.values()) for rows in self.rows.values()]
 
     def entries(self, names: Sequence[str]) -> Iterator[tuple[dict[str, Any], Mapping[Any, Counter[str]]]]:
         """Each group's dimensions and prompts, and the clusters that are drawn: the calls of one prompt are one."""

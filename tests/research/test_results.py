@@ -161,7 +161,7 @@ def test_intervals_say_of_how_many_prompts_they_are(rows: list[Any]) -> None:
     drawn = facets(rows, "tokens_per_round", x="category")
     assert [t.get_text() for t in drawn.axes[0].get_xticklabels()] == ["code\n2 prompts", "a_b & c\n1 prompt"]
     note = " ".join(drawn.legends[0].get_title().get_text().split())
-    assert note == "95 % intervals over 1 to 2 prompts; pooled over k (1, 2, none); 9 of 9 rows end in a loop"
+    assert note == "95 % intervals over 1 to 2 prompts; pooled over k (1, 2); 9 of 9 rows end in a loop"
     one = facets(found.where(k=1), "tokens_per_round", x="k").legends[0].get_title().get_text()
     assert " ".join(one.split()) == "95 % intervals over 3 prompts; 3 of 3 rows end in a loop 100% in loops"
 
@@ -445,6 +445,26 @@ def test_a_table_says_what_it_mixes_and_what_loops(rows: list[Any]) -> None:
     drafting = sum(bool(r["drafts"]) for r in rows)
     assert f"{drafting} of {drafting} rows end in a loop" in Results(looped).by("k").intervals
     assert "loop" not in Results([{**r, "loop_share": 0.0} for r in rows]).by("k").intervals
+
+
+def test_a_table_says_what_is_pooled_within_its_groups_and_nothing_else() -> None:
+    """A chain and a tree of one strategy, and a strategy in a pair of its own."""
+    chains = {"head": "with draft", "head:nodes=16": "with draft", "draft": "with draft", "lookup": "no draft"}
+    made = [
+        row(name, p, K1, strategies=name, pair=pair, k=None, **{"head.top_k": None})
+        for p in ("a", "b") for name, pair in chains.items()
+    ]  # fmt: skip
+    whose = {"head": "eagle3", "head:nodes=16": "eagle3", "draft": "draft-model", "lookup": "prompt-lookup"}
+    for r in made:
+        r["records"] = [[whose[r["setting"]], *record[1:]] for record in r["records"]]
+    found = Results(made)
+    for names in (("strategy",), ("strategy", "position"), ("strategy", "length")):
+        assert "pooled over strategies (head, head:nodes=16)" in found.by(*names).intervals, names
+        assert "pair" not in found.by(*names).intervals, names
+    assert "pooled over pair (with draft, no draft)" in found.by("position").intervals
+    assert "pooled" not in found.by("strategies", "position").intervals
+    other = [{**r, "setting": f"{r['setting']} 5", "head.top_k": 5} for r in made if r["strategies"] == "head"]
+    assert "pooled over head.top_k (none, 5)" in Results(made + other).by("strategies").intervals
 
 
 def test_a_folder_that_is_not_finished_names_the_command_that_merges_it(tmp_path: Path) -> None:
