@@ -83,6 +83,20 @@ def fault_of_shapes(folder: Path, model: Any) -> str | None:
     return None
 
 
+def check_finite(tensors: Iterable[tuple[str, torch.Tensor]], where: str) -> None:
+    """Raise SpecdecError for the first weight that holds NaN or infinities: what it gives would never be accepted, and
+    nothing else would say why."""
+    for name, tensor in tensors:
+        if not tensor.is_floating_point() or tensor.is_meta:
+            continue
+        odd = int((~(tensor.float() if tensor.itemsize == 1 else tensor).isfinite()).sum())
+        if odd:
+            raise SpecdecError(
+                f"{where}: {name} holds NaN or infinities, {odd} of {tensor.numel()} values; it is damaged, or its "
+                "training diverged: take an earlier checkpoint"
+            )
+
+
 def fault_of_gguf(file: Path) -> str | None:
     """Say what is wrong with a GGUF file."""
     return _first_fault([(file, _gguf)])

@@ -29,6 +29,7 @@ from specdec.models.adapters import adapter_folders, load_adapter
 from specdec.models.attention import check_attention
 from specdec.models.checkpoint import (
     CONFIG,
+    check_finite,
     check_folder,
     fault_of_config,
     fault_of_gguf,
@@ -253,6 +254,8 @@ class _Plan:
                     self.source.path, dtype=self.dtype or "auto", output_loading_info=True, **self.common, **self.extra
                 )
             self._check_complete(found)
+            if self.facts.role == "draft":  # a target says at its first pass that its logits are not finite
+                check_finite(model.named_parameters(), f"cannot load {self.source}")
             spread = self.extra.keys() & {"device_map", "distributed_config"}
             if not spread and getattr(model, "hf_device_map", None) is None:
                 model = model.to(self.device)

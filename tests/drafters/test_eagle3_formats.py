@@ -364,6 +364,15 @@ def test_early_stop_rows_of_angelslim_are_left_out() -> None:
 # -- damaged and foreign files ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_named(value: float, tmp_path: Path) -> None:
+    head = random_head(3)
+    head.layers[0].mlp.up_proj.weight[2, 3] = value
+    export(head, tmp_path, "specforge")
+    with pytest.raises(SpecdecError, match=r"up_proj\.weight holds NaN or infinities, 1 of 384 values"):
+        load_head(tmp_path)
+
+
 def test_unknown_missing_and_misshapen_tensors_are_named() -> None:
     config, state = checkpoint(random_head(3))
     with pytest.raises(SpecdecError, match=r"has gist\.weight, which no head"):

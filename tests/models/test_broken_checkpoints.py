@@ -212,6 +212,16 @@ def test_a_broken_checkpoint_is_refused_by_its_file(
         load_pair(str(sound / "one"), str(folder), device="cpu", draft_dtype="float32")
 
 
+def test_a_draft_with_weights_that_are_not_finite_is_refused(sound: Path, tmp_path: Path) -> None:
+    shutil.copytree(sound / "one", tmp_path / "draft")
+    state = load_file(tmp_path / "draft" / WEIGHTS)
+    name = "model.layers.1.mlp.up_proj.weight"
+    state[name][0, 0] = float("nan")
+    save_file(state, tmp_path / "draft" / WEIGHTS, {"format": "pt"})
+    with pytest.raises(SpecdecError, match=f"{tmp_path / 'draft'}: {name} holds NaN or infinities, 1 of"):
+        load_pair(sound / "one", tmp_path / "draft", device="cpu")
+
+
 @pytest.mark.parametrize("kind", ["one", "shards", "bin"])
 def test_a_sound_checkpoint_loads(sound: Path, kind: str) -> None:
     assert load_pair(str(sound / kind), device="cpu").target.config.num_hidden_layers == 2

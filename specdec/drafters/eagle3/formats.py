@@ -21,6 +21,7 @@ from specdec.drafters.eagle3.head import EagleHead
 from specdec.drafters.eagle3.weights import read_folder, renamed, version_of, vocabulary_map
 from specdec.errors import SpecdecError
 from specdec.files.forms import INTEGER, Maybe, OneOf, check, number, whole
+from specdec.models.checkpoint import check_finite
 
 H = TypeVar("H", bound=EagleHead)
 LAYOUTS = ("safeailab", "specforge", "angelslim", "speculators")
@@ -74,6 +75,7 @@ def filled(kind: type[H], config: HeadConfig, state: dict[str, Tensor]) -> H:
     with torch.device("meta"):
         head = kind(config)
     check_names(head, state)
+    check_finite(state.items(), config.strategy)
     head.load_state_dict(state, assign=True)
     return head.eval().requires_grad_(False)
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from specdec.errors import SpecdecError
 from specdec.files.forms import check, whole
 from specdec.files.texts import as_path, expanded, first_line, read_json, unfinished, write_file
-from specdec.models.checkpoint import CONFIG
+from specdec.models.checkpoint import CONFIG, check_finite
 
 WEIGHTS = "adapter.safetensors"
 FORM = {"layers": whole(1), "hidden_size": whole(1), "rank": whole(1)}
@@ -57,4 +57,5 @@ def load_adapter(source: Any) -> ExitAdapter:
         made.load_state_dict(load_file(folder / WEIGHTS))
     except Exception as error:  # whatever a damaged file makes of it
         raise SpecdecError(f"{folder / WEIGHTS} is not the adapter of its config: {first_line(error)}") from None
+    check_finite(made.state_dict().items(), str(folder / WEIGHTS))
     return made.requires_grad_(False)
