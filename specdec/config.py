@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
-import yaml
 
 from specdec.errors import SpecdecError, unknown_name
 from specdec.files.fields import OWN_FIELDS, TEXT_FIELDS, WARPER_FIELDS, WIDEST, is_tensor
 from specdec.files.forms import MOST
 from specdec.files.own_code import search_folder
-from specdec.files.texts import read_yaml
+from specdec.files.texts import dump_yaml_text, read_yaml
 
 
 class _Unset:
@@ -314,14 +313,15 @@ def _part(kind: Any, value: Any, where: str) -> Any:
     return value if isinstance(value, part) else from_dict(part, {} if value is None else value, where)  # type: ignore[arg-type]
 
 
-def load_yaml(path: str | Path, cls: type[T] = RunConfig) -> T:  # type: ignore[assignment]
-    """Read a config file as a dataclass, and search its folder for modules that are named in it.
+def load_yaml(path: str | Path, cls: type[T] = RunConfig, **changes: Any) -> T:  # type: ignore[assignment]
+    """Read a config file as a dataclass, and search its folder for modules that are named in it. changes: fields that
+    are to have other values than the file says, or that it leaves out.
 
     Raises SpecdecError for a missing or malformed file or an unknown key.
     """
     data, name = read_yaml(path, "config file"), Path(path).name
     search_folder(Path(path).parent)
-    config = from_dict(cls, data, name)
+    config = from_dict(cls, {**data, **changes} if isinstance(data, Mapping) else data, name)
     if isinstance(config, RunConfig):
         _check_run(config, name)
     return config
@@ -340,7 +340,7 @@ def _check_run(config: RunConfig, where: str) -> None:
 
 def dump_yaml(config: Any) -> str:
     """A dataclass as YAML that `load_yaml` reads back to an equal object."""
-    return yaml.safe_dump(_lists(asdict(config)), sort_keys=False, allow_unicode=True)
+    return dump_yaml_text(_lists(asdict(config)))
 
 
 def _ids(value: Any, name: str) -> list[int]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-import yaml
 from typer import Argument, Option
 
 from specdec.cli import output
 from specdec.cli.options import AsJson, DropLoops
 from specdec.errors import SpecdecError
-from specdec.files.texts import check_writable, is_file, is_folder
+from specdec.files.texts import check_writable, is_file, is_folder, parse_yaml
 
 
 def results(
@@ -72,6 +71,6 @@ def _pair(text: str) -> tuple[str, Any]:
     if not equals:
         raise SpecdecError(f"--where takes name=value, such as k=4, got {text!r}")
     try:
-        return name.strip(), yaml.safe_load(value)
-    except yaml.YAMLError:
+        return name.strip(), parse_yaml(value, "--where")
+    except SpecdecError:
         return name.strip(), value

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from specdec.config import check_number, check_whole
 from specdec.errors import SpecdecError
-from specdec.files.texts import as_path, is_file, read_json, read_yaml, write_atomically
+from specdec.files.texts import as_path, dump_yaml_text, is_file, read_json, read_yaml, write_atomically
 from specdec.models.quantised import weight_of
 from specdec.models.runner import Runner
 
@@ -142,7 +141,7 @@ class CostTable:
     def save(self, path: str | Path) -> None:
         """Write a file for `load`: YAML if its name ends so, else JSON. Raises OSError."""
         plain, file = self.to_dict(), as_path(path, "costs")
-        text = yaml.safe_dump(plain, sort_keys=False) if _is_yaml(file) else json.dumps(plain, indent=1) + "\n"
+        text = dump_yaml_text(plain) if _is_yaml(file) else json.dumps(plain, indent=1) + "\n"
         write_atomically(file, text)
 
     @staticmethod

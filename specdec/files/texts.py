@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 import tempfile
 import uuid
@@ -224,6 +225,21 @@ class _UniqueKeys(yaml.SafeLoader):
 
 
 _UniqueKeys.add_constructor("tag:yaml.org,2002:int", _UniqueKeys.construct_yaml_int)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes the texts that `parse_yaml` would read as numbers."""
+
+
+# PyYAML reads 1e-3 as a text: YAML 1.1 wants 1.0e-3. YAML 1.2, and whoever writes a learning rate, mean the number.
+_EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+\Z")
+for _kind in (_UniqueKeys, _Dumper):
+    _kind.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.0123456789"))
+
+
+def dump_yaml_text(value: Any) -> str:
+    """Plain data as YAML, in the order that it has; `parse_yaml` reads it back."""
+    return str(yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True))
 
 
 def _line(node: Any) -> str:

@@ -213,7 +213,7 @@ SECTIONS = {"eagle3": "head", "draft": "draft", "exit": "exit"}  # what is train
 
 def load_training(path: str | Path, kind: str, **changes: Any) -> TrainingConfig:
     """Read a run. kind: a key of `SECTIONS`; changes: fields to set over the file's. Raises SpecdecError."""
-    config, mine, name = replace(load_yaml(path, TrainingConfig), **changes), SECTIONS[kind], Path(path).name
+    config, mine, name = load_yaml(path, TrainingConfig, **changes), SECTIONS[kind], Path(path).name
     for other in SECTIONS.values():
         if other != mine and getattr(config, other) is not None:
             raise SpecdecError(f"{name}: the section {other!r} has no effect on `train {kind}`; leave it out")

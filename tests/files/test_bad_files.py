@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from specdec import CostTable, LookupCache, SpecdecError
 from specdec.cli import app
 from specdec.cli.inputs import read_prompts, with_extra
 from specdec.config import load_yaml
-from specdec.files.texts import parse_json, parse_yaml, read_json, read_text, read_yaml, write_file
+from specdec.files.texts import dump_yaml_text, parse_json, parse_yaml, read_json, read_text, read_yaml, write_file
 from specdec.models.loading import Source, load_pair
 from specdec.research.ablation.config import load_ablation
 from specdec.research.prompts.datasets import load_prompts
@@ -93,6 +94,18 @@ def test_what_is_deep_and_large_within_reason_is_read() -> None:
     assert parse_json("[" * 60 + "]" * 60, "x") == parse_yaml("[" * 60 + "]" * 60, "x")
     assert parse_yaml("a: &a [1, 2]\nb: [*a, *a]\nc: &c {x: 1}\nd: {<<: *c, y: 0x10}", "x")["d"] == {"x": 1, "y": 16}
     assert parse_json("1" * 300, "x") == parse_yaml("1" * 300, "x")
+
+
+@pytest.mark.parametrize("text", ["1e-3", "1E5", "-2e-4", "+1.e+3", ".5e1", "1.5e-3"])
+def test_numbers_with_an_exponent_are_numbers(text: str) -> None:
+    assert parse_yaml(f"x: [{text}]", "here") == {"x": [float(text)]}
+    quoted = {"text": text, "number": float(text)}
+    assert parse_yaml(dump_yaml_text(quoted), "here") == quoted
+
+
+@pytest.mark.parametrize("text", ["e3", "1e", "1e-3b", "v1e-3", "1e3.5", "0x1e"])
+def test_texts_that_look_like_such_numbers_stay_what_they_were(text: str) -> None:
+    assert parse_yaml(text, "here") == yaml.safe_load(text)
 
 
 # -- names ------------------------------------------------------------------------------------------------------------

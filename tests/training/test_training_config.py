@@ -53,6 +53,13 @@ def test_a_draft_says_where_it_starts_from(tmp_path: Path, draft: Any) -> None:
         config_of(tmp_path / "c.yaml", "draft", settings(Path("t"), tmp_path) | {"draft": draft})
 
 
+def test_a_learning_rate_with_an_exponent_is_a_number(tmp_path: Path) -> None:
+    config_of(tmp_path / "c.yaml", "eagle3", settings(Path("t"), tmp_path))
+    with (tmp_path / "c.yaml").open("a") as file:
+        file.write("optimiser: {lr: 3e-4}\n")
+    assert load_training(tmp_path / "c.yaml", "eagle3").optimiser.lr == 3e-4
+
+
 def test_sections_are_read(tmp_path: Path) -> None:
     config = config_of(tmp_path / "c.yaml", "eagle3", settings(Path("t"), tmp_path, **HEAD))
     assert config.head is not None
@@ -74,6 +81,15 @@ def test_the_command_names_a_fault_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("target: demo-target\nout: x\nstep: 3\ndata: {dataset: gsm8k}\n")
     done = CliRunner().invoke(app, ["train", "eagle3", str(tmp_path / "c.yaml")])
     assert done.exit_code == 2
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "draft"])
+def test_out_on_the_command_line_stands_in_for_a_file_without_one(tmp_path: Path, kind: str) -> None:
+    values = settings(Path("t"), tmp_path, **(DRAFT if kind == "draft" else HEAD))
+    del values["out"]
+    with pytest.raises(SpecdecError, match="out is missing"):
+        config_of(tmp_path / "c.yaml", kind, values)
+    assert load_training(tmp_path / "c.yaml", kind, out="here").out == "here"
 
 
 @pytest.mark.parametrize("layout", ["safeailab", "speculators"])

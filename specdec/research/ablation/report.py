@@ -13,9 +13,8 @@ import unicodedata
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import yaml
-
 from specdec.errors import SpecdecError
+from specdec.files.texts import dump_yaml_text
 from specdec.research.ablation.look import CHAINS, MANY_SETTINGS, panels, svg
 from specdec.research.ablation.table import Row
 from specdec.research.ablation.tables import category_table, comparison_table, loop_warning, settings_table
@@ -58,7 +57,7 @@ def render(manifest: Mapping[str, Any], rows: Sequence[Row], summary: Mapping[st
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>specdec ablation</title><style>{page_style()}{STYLE}</style></head><body>"
     )
-    config = yaml.safe_dump(manifest["config"], sort_keys=False, allow_unicode=True)
+    config = dump_yaml_text(manifest["config"])
     errors = [[e["setting"], str(e["rows"]), e["error"]] for e in summary["errors"]]
     differing = [i for i, entry in enumerate(summary["settings"].values()) if entry["differing"]]
     sections = {
