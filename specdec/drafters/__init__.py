@@ -16,6 +16,7 @@ from specdec.drafters.ngram.lookup_cache import LookupCache
 from specdec.drafters.ngram.map import NgramMapK, NgramMapK4V
 from specdec.drafters.ngram.mod import NgramMod
 from specdec.drafters.ngram.simple import NgramSimple
+from specdec.drafters.options import make_strategy
 from specdec.drafters.prompt_lookup import PromptLookup
 from specdec.drafters.recycling import TokenRecycling
 from specdec.drafters.rest import Rest
@@ -23,7 +24,7 @@ from specdec.drafters.self_speculation.strategy import EarlyExit
 from specdec.drafters.suffix import Suffix
 from specdec.drafters.suffix_index import SuffixStore
 from specdec.errors import SpecdecError
-from specdec.files.own_code import find_object, make_object, parse_name, split_list
+from specdec.files.own_code import find_object, parse_name, split_list
 
 STRATEGIES: dict[str, type[Any]] = {
     "draft-model": DraftModel,
@@ -69,7 +70,7 @@ def tree_makers(drafters: Sequence[Any]) -> list[str]:
 def _make(entry: Any) -> Any:
     if isinstance(entry, (str, Mapping)):
         name, options = parse_strategy(entry)
-        made = make_object(find_strategy(name), name, options, "strategy")
+        made = make_strategy(find_strategy(name), name, options, typed=isinstance(entry, str))
         if not is_drafter(made):
             raise SpecdecError(f"strategy {name!r} is not a drafter: {_missing(made)}")
         return as_drafter(made)

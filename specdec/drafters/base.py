@@ -151,6 +151,11 @@ class Drafter:
     can_pipeline = trait(False)  # the next draft can start before the host has read the verdict (`pipeline`)
     shares_state = trait(False)  # rows draft from what others left, so under leviathan a text depends on other rows
 
+    @classmethod
+    def without_effect(cls, options: Mapping[str, Any]) -> Mapping[str, str]:
+        """Say which options have no effect beside those that are given, each with the reason."""
+        return {}
+
     # -- what some have ----------------------------------------------------------------------------------------------
 
     def steps(self, k: int) -> int:

@@ -8,13 +8,15 @@ None is allowed where it is the default, or with `optional`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import field, fields
 from functools import partial
 from typing import Any
 
 from specdec.config import check_number, check_switch, check_whole
+from specdec.errors import SpecdecError
 from specdec.files.forms import MOST
+from specdec.files.own_code import make_object
 
 
 def whole(default: int | None, least: int = 1, most: int = MOST) -> Any:
@@ -43,6 +45,27 @@ def check_options(drafter: Any) -> None:
         value = getattr(drafter, declared.name)
         if not (value is None and declared.metadata["optional"]):
             declared.metadata["check"](f"{drafter.name}: {declared.name}", value)
+
+
+def without_effect(strategy: Any, options: Mapping[str, Any]) -> Mapping[str, str]:
+    """Return the options of a strategy's class that have no effect beside those given, with the reasons; a strategy of
+    your own need not say."""
+    found: Mapping[str, str] = getattr(strategy, "without_effect", lambda options: {})(options)
+    return found
+
+
+def make_strategy(strategy: Any, name: str, options: Mapping[str, Any], typed: bool) -> Any:
+    """Make a strategy of its options. Raises SpecdecError for a bad one, and for one without effect.
+
+    typed: False = of a mapping, which may hold all parameters, as a result's provenance does: those that are as they
+        would be anyway say nothing
+    """
+    idle = {option: why for option, why in without_effect(strategy, options).items() if option in options}
+    made = make_object(strategy, name, {k: v for k, v in options.items() if k not in idle}, "strategy")
+    for option, why in idle.items():
+        if typed or options[option] != getattr(made, option, None):
+            raise SpecdecError(f"{name}: {option}={options[option]!r} has no effect: {why}; leave it out")
+    return made
 
 
 def _checked(default: Any, check: Callable[[str, Any], None], optional: bool = False) -> Any:

@@ -15,6 +15,7 @@ from specdec import SpeculativeDecoder
 from specdec.cli import app
 from specdec.cli.options import Prompts
 from specdec.config import dump_yaml
+from specdec.drafters import make_drafters
 from specdec.errors import SpecdecError
 from specdec.files.texts import write_atomically
 from specdec.research.ablation import AblationConfig, load_ablation, run_ablation
@@ -42,6 +43,55 @@ def test_an_axis_that_does_not_concern_a_chain_makes_no_second_cell() -> None:
     assert [c["chain"] for c in found].count("draft") == 6
     assert [c["chain"] for c in found].count("lookup") == 2
     assert [c["chain"] for c in found].count("plain") == 1
+
+
+def test_k_is_no_setting_of_a_tree_whose_options_fix_it() -> None:
+    """Results said k=2 of trees that emitted four tokens a round."""
+    chains = {
+        "chain": ["draft-model"], "tree": ["draft-model:tree=2x2"], "best": ["draft-model:tree=opt-8"],
+        "head": [{"name": "eagle3", "head": "demo-head"}],
+        "head tree": [{"name": "eagle3", "head": "demo-head", "nodes": 16}],
+        "both": ["draft-model:tree=2x2", "prompt-lookup"],
+    }  # fmt: skip
+    found = cells(strategies=chains, axes={"k": [2, 4]})
+    ks = {name: [c["k"] for c in found if c["chain"] == name] for name in chains}
+    two, one = [2, 4], [None]
+    assert ks == {"chain": two, "tree": one, "best": two, "head": two, "head tree": one, "both": two}
+    config = AblationConfig(pairs={"p": {"target": "t", "draft": "d"}}, strategies=chains, axes={"k": [2, 4]})
+    assert [s for c in config.expand() if c.chain == "head tree" for s in c.strategies] == chains["head tree"]
+    assert ["n_max" in s for c in config.expand() if c.chain == "both" for s in c.strategies] == [False, True] * 2
+    for order in (("k", "eagle3.nodes"), ("eagle3.nodes", "k")):  # an axis may make the tree
+        axes = {name: {"k": [2, 4], "eagle3.nodes": [0, 16]}[name] for name in order}
+        found = cells(strategies={"head": chains["head"]}, axes=axes)
+        drafting = sorted((c["eagle3.nodes"], c["k"] or 0) for c in found if c["chain"] == "head")
+        assert drafting == [(0, 2), (0, 4), (16, 0)], order
+    with pytest.raises(SpecdecError, match=r"axes\.k has no effect on tree"):
+        cells(strategies={"tree": chains["tree"]}, axes={"k": [2, 4]})
+
+
+@pytest.mark.parametrize(
+    ("strategy", "words"),
+    [
+        ("eagle3:head=demo-head:nodes=24:n_max=5", ("n_max=5 has no effect", "depth")),
+        ("eagle3:head=demo-head:tree=2x2:n_max=3", ("n_max=3 has no effect", "tree=2x2")),
+        ("eagle3:head=demo-head:tree=2x2:depth=3", ("depth=3 has no effect", "tree=2x2")),
+        ("eagle3:head=demo-head:depth=3", ("depth=3 has no effect", "nodes")),
+        ("draft-model:tree=2x2:n_max=3", ("n_max=3 has no effect", "tree=2x2")),
+        ({"name": "eagle3", "head": "demo-head", "top_k": 3}, ("top_k=3 has no effect", "nodes")),
+    ],
+)
+def test_an_option_without_effect_is_refused(strategy: Any, words: tuple[str, ...]) -> None:
+    with pytest.raises(SpecdecError) as error:
+        make_drafters([strategy], has_draft=True)
+    assert all(word in str(error.value) for word in words)
+    assert "\n" not in str(error.value)
+
+
+def test_all_parameters_of_a_strategy_make_it_again() -> None:
+    for text in ("draft-model:tree=2x2", "draft-model:tree=opt-8:n_max=3", "draft-model:n_max=3", "suffix:n_max=3"):
+        [made] = make_drafters([text], has_draft=True)
+        [again] = make_drafters([{"name": made.name, **made.parameters()}], has_draft=True)
+        assert again.parameters() == made.parameters()
 
 
 @pytest.mark.parametrize(

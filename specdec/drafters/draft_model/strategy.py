@@ -95,6 +95,11 @@ class DraftModel(CoreDrafter):
         if self.replacements and self.translate not in (True, "text"):
             raise SpecdecError("draft-model: replacements have no effect without translate=True")
 
+    @classmethod
+    def without_effect(cls, options: Mapping[str, Any]) -> Mapping[str, str]:
+        tree = options.get("tree")
+        return {} if tree is None or parse_opt(tree) else {"n_max": f"tree={tree} fixes the shape"}
+
     def _check_tree(self) -> None:
         self._best = parse_opt(self.tree)
         if self._best:

@@ -127,6 +127,15 @@ class Eagle3(Drafter):
                 raise SpecdecError("eagle3: tree fixes the shape and nodes chooses it by confidence; give one of them")
         self._pools: dict[Any, CachePool] = {}  # shared by the copies of all calls
 
+    @classmethod
+    def without_effect(cls, options: Mapping[str, Any]) -> Mapping[str, str]:
+        nodes, tree = options.get("nodes"), options.get("tree")
+        if tree is not None and not parse_opt(tree):
+            return dict.fromkeys(("n_max", "top_k", "depth"), f"tree={tree} fixes the shape")
+        if nodes or tree is not None:
+            return {"n_max": "trees are as deep as `depth` says"}
+        return dict.fromkeys(("top_k", "depth"), "they are of trees, which `nodes` makes")
+
     def parameters(self) -> dict[str, Any]:
         """As configured, and what was said when the head was read."""
         head = type(self.head).__name__ if isinstance(self.head, EagleHead) else str(self.head)

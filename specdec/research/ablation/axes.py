@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from specdec.config import PROCESSOR_FIELDS, GenerationSettings, PairConfig
 from specdec.drafters import find_strategy
+from specdec.drafters.options import without_effect
 from specdec.errors import SpecdecError
 from specdec.files import own_code
 
@@ -25,11 +26,17 @@ def parameters(strategy: str) -> list[str]:
 
 
 def hits(strategies: Sequence[Mapping[str, Any]], axis: str) -> list[tuple[int, str]]:
-    """What a parameter's axis sets in a chain: (place in the chain, parameter)."""
+    """What a parameter's axis sets in a chain: (place in the chain, parameter). Also where it has no effect there."""
     strategy, _, parameter = axis.rpartition(".")
     parameter = SHORTHANDS.get(axis, parameter)
     chosen = [i for i, entry in enumerate(strategies) if strategy in ("", entry["name"])]
     return [(i, parameter) for i in chosen if parameter in parameters(strategies[i]["name"])]
+
+
+def is_idle(strategy: Mapping[str, Any], parameter: str) -> bool:
+    """Whether a parameter has no effect on a strategy as it is: `n_max` on a tree of a fixed shape."""
+    options = {name: value for name, value in strategy.items() if name != "name"}
+    return parameter in without_effect(find_strategy(strategy["name"]), options)
 
 
 def check_twice(config: AblationConfig) -> None:
@@ -73,12 +80,21 @@ def _same(config: AblationConfig, where: str, point: Mapping[str, Any]) -> Itera
     for axis in mine:
         if not any(hits(chain, axis) for chain in chains.values()):
             raise SpecdecError(f"{where}.{axis} has no effect: no strategy of {', '.join(chains) or 'none'} has it")
+        if not any(_concerns(chain, axis, mine) for chain in chains.values()):
+            raise SpecdecError(f"{where}.{axis} has no effect on {', '.join(chains)}: their options leave it none")
     for chain in chains.values():
         setters: dict[tuple[int, str], str] = {}
         for axis in mine:
             for place in hits(chain, axis):
                 if setters.setdefault(place, axis) != axis:
                     yield setters[place], axis
+
+
+def _concerns(chain: Sequence[Mapping[str, Any]], axis: str, axes: Sequence[str]) -> bool:
+    """Whether an axis changes a chain, as far as the chain's own options say: other axes may set what decides."""
+    places = hits(chain, axis)
+    others = {place for other in axes for place, _ in hits(chain, other) if other != axis}
+    return any(place in others or not is_idle(chain[place], parameter) for place, parameter in places)
 
 
 def _hidden(config: AblationConfig, axis: str) -> str | None:

@@ -29,7 +29,16 @@ from specdec.decoding.validation import check_chain, check_generation, check_loa
 from specdec.drafters import make_drafters, parse_strategy
 from specdec.errors import SpecdecError
 from specdec.files.texts import is_unicode
-from specdec.research.ablation.axes import GENERATION, LOADING, SHORTHANDS, check_shadows, check_twice, hits, parameters
+from specdec.research.ablation.axes import (
+    GENERATION,
+    LOADING,
+    SHORTHANDS,
+    check_shadows,
+    check_twice,
+    hits,
+    is_idle,
+    parameters,
+)
 from specdec.research.demo import comparable
 from specdec.research.prompts.choice import DataConfig, as_written
 from specdec.research.prompts.datasets import own_prompts
@@ -231,7 +240,7 @@ class AblationConfig:
         pair, chain = point["pair"], point["strategies"]
         strategies = [dict(s) for s in self.strategies.get(chain, ())]
         loading, generation = {}, {"acceptance": "leviathan", **self.generation}
-        settings = dict.fromkeys(names)
+        settings, chosen = dict.fromkeys(names), dict[str, list[tuple[int, str]]]()
         for name, value in point.items():
             if name in LOADING:
                 if name.startswith("draft_") and self.pairs[pair].draft is None:
@@ -240,12 +249,16 @@ class AblationConfig:
             elif name in GENERATION:
                 generation[name] = value
             elif name not in ("pair", "strategies"):
-                places = hits(strategies, name)
-                if not places:
-                    continue
-                for place, parameter in places:
+                chosen[name] = hits(strategies, name)
+                for place, parameter in chosen[name]:
                     strategies[place][parameter] = value
+                continue
             settings[name] = value
+        # Whether a parameter has an effect is known when all of them are set.
+        idle = {(p, n) for places in chosen.values() for p, n in places if is_idle(strategies[p], n)}
+        for place, parameter in idle:
+            del strategies[place][parameter]
+        settings |= {name: point[name] for name, places in chosen.items() if set(places) - idle}
         models = replace(self.pairs[pair], **loading)
         made = Cell(pair, chain, models, tuple(strategies), generation, settings)
         return made.plain() if chain == PLAIN or not strategies else made
