@@ -19,7 +19,10 @@ from specdec.training.losses import LOSSES
 FEATURES = ("live", "kept", "stored")
 DTYPES = ("float32", "bfloat16", "float16")
 # What may change between a run and its continuation: none of it changes the curve.
-FREE = ("out", "device", "checkpoint_every")
+FREE = (
+    "out", "device", "checkpoint_every", "eval_every", "eval_tokens", "save_dtype", "trust_remote_code",
+    "data.batch_size", "data.minutes",  # of writing answers, which are compared themselves
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -200,8 +203,10 @@ class TrainingConfig:
         return expanded(self.out)
 
     def plain(self) -> dict[str, Any]:
-        """Everything that the curve depends on, as JSON has it."""
-        made: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        """Everything that the curve depends on, as JSON has it; options of sections by names such as optimiser.lr."""
+        made: dict[str, Any] = {}
+        for name, value in json.loads(json.dumps(asdict(self))).items():
+            made |= {f"{name}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {name: value}
         return {name: value for name, value in made.items() if name not in FREE}
 
 

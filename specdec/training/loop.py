@@ -42,7 +42,7 @@ class Loop:
 
     source: texts to train on, `count` of them
     evaluate: figures on held-out texts, for the log
-    mark: hash of all that the curve depends on; a checkpoint of another one is refused
+    mark: all that the curve depends on, by name; a checkpoint of another one is refused
     """
 
     config: TrainingConfig
@@ -51,7 +51,7 @@ class Loop:
     source: Source
     count: int
     evaluate: Evaluate
-    mark: str
+    mark: dict[str, Any]
 
     def __post_init__(self) -> None:
         if self.config.minutes is not None and self.accelerator.num_processes > 1:

@@ -53,7 +53,8 @@ def run_training(config: TrainingConfig, kind: str, advance: Advance, part: Shar
     with accelerator.main_process_first():
         train, held = (_source(config, Live(target, task.layers, part), weights, advance) for part in answers)
     evaluation = Evaluation(config, task, target, pair.tokenizer, answers[1], held)
-    mark = content_hash([config.plain(), kind, weights, [[a.ids for a in part] for part in answers]])
+    texts = content_hash([[a.ids for a in part] for part in answers])
+    mark = config.plain() | {"what is trained": kind, "the target's weights": weights, "the answers": texts}
     log = Loop(config, accelerator, task, train, len(answers[0]), evaluation, mark).run(advance)
     if accelerator.is_main_process:
         with writing(config.folder / RESULT[kind], "result"):

@@ -293,6 +293,39 @@ def test_a_checkpoint_of_another_config_is_refused(tmp_path: Path, target: Path)
         run_training(small(tmp_path, target, steps=2, eval_tokens=0, ttt_steps=2), "eagle3", quiet)
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"steps": 8}, r"answers: steps was 2 and is 8 \(the learning rate of every step depends on it\); set back"),
+        (
+            {"optimiser": {"lr": 0.5}, "loss": "tv"},
+            "loss was 'forward-kl' and is 'tv', optimiser.lr was 0.001 and is 0.5;",
+        ),
+    ],
+)
+def test_a_refused_checkpoint_names_what_changed(
+    tmp_path: Path, target: Path, change: dict[str, Any], words: str
+) -> None:
+    run_training(small(tmp_path, target, steps=2, eval_tokens=0), "eagle3", quiet)
+    with pytest.raises(SpecdecError, match=words):
+        run_training(small(tmp_path, target, **{"steps": 2, "eval_tokens": 0} | change), "eagle3", quiet)
+
+
+def test_a_run_goes_on_with_other_figures_to_the_same_weights(tmp_path: Path, target: Path) -> None:
+    config = small(tmp_path, target, eval_every=6)
+    run_training(config, "eagle3", quiet)
+    whole = load_head(config.folder / "head").head.state_dict()
+    checkpoint = config.folder / "checkpoint.pt"
+    data = settings(target, tmp_path)["data"] | {"batch_size": 1}
+    other = small(tmp_path, target, eval_every=2, eval_tokens=0, save_dtype="float32", data=data)
+    assert run_training(other, "eagle3", quiet)[-1]["step"] == 6  # nothing is left to do, and nothing is refused
+    checkpoint.unlink()
+    log = run_training(other, "eagle3", quiet)
+    assert [e["step"] for e in log] == [0, 2, 4, 6]
+    again = load_head(config.folder / "head").head.state_dict()
+    assert all(torch.equal(again[name], tensor) for name, tensor in whole.items())
+
+
 @pytest.mark.parametrize("what", ["the loss is", "the gradient is", "weights are"])
 def test_a_training_that_diverges_stops_with_its_last_checkpoint(
     what: str, tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
@@ -368,7 +401,7 @@ def test_training_takes_at_most_15_percent_longer_than_a_plain_loop(tmp_path: Pa
     texts = [answers_module.Answer(tuple(range(3 + i, 99 + i)), 8) for i in range(8)]
     tasks = [make_task("eagle3", config, pair.target.requires_grad_(False), None, texts) for _ in range(2)]
     source = Live(pair.target, tasks[0].layers, texts)
-    loop = loop_module.Loop(config, Accelerator(cpu=True), tasks[0], source, 8, dict, "")
+    loop = loop_module.Loop(config, Accelerator(cpu=True), tasks[0], source, 8, dict, {})
     module = tasks[1].module.train()
     trained = [p for p in module.parameters() if p.requires_grad]
     optimiser = torch.optim.AdamW(trained, lr=config.optimiser.lr, betas=config.optimiser.betas)
