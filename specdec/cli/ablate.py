@@ -70,7 +70,7 @@ def run(
     from specdec.research.ablation.merge import check_packages, merge
     from specdec.research.ablation.runner import run_ablation
     from specdec.research.ablation.store import Plan, Store, cell_to_dict
-    from specdec.research.ablation.summary import check_baseline
+    from specdec.research.ablation.summary import find_setting
     from specdec.research.ablation.table import labels
     from specdec.research.ablation.work import work_left
 
@@ -79,7 +79,10 @@ def run(
         check_packages()
         check_writable(out, "--out", folder=True)
     plan = Plan.make(settings)
-    check_baseline(baseline, labels([cell_to_dict(cell) for cell in plan.cells]).values())
+    if baseline is not None:
+        names = labels([cell_to_dict(cell) for cell in plan.cells])
+        heads = [{"pair": c.pair, "strategies": c.chain, "drafts": bool(c.strategies)} for c in plan.cells]
+        find_setting(baseline, {names[c.key]: [head] for c, head in zip(plan.cells, heads, strict=True)})
     work = work_left(plan, out, part, retry_errors)
     if dry_run:
         Store(out).resume(plan, extend)

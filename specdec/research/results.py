@@ -25,11 +25,11 @@ from specdec.research.ablation.summary import (
     FIGURES,
     OF_ROWS,
     by_setting,
-    check_baseline,
     clustered,
     compare_settings,
     conversation,
     counterpart,
+    find_setting,
     setting_figures,
 )
 from specdec.research.ablation.table import AS_THEY_ARE, REFERENCE, TIMES, Row, as_rows, figures, with_plain
@@ -141,7 +141,7 @@ class Results(Tabular):
         """Paired differences of every setting that drafts and one of them, on the prompts and seeds that both have: of
         the baseline with the setting's own temperature and other sampling (`summary.counterpart`)."""
         groups = by_setting(self.rows)
-        check_baseline(check_name("against", baseline), groups)
+        baseline = find_setting(check_name("against", baseline), groups)
         made = []
         for name, group in groups.items():
             other = counterpart(group[0], baseline, groups) if group[0]["drafts"] else None

@@ -230,6 +230,32 @@ def test_a_named_baseline_pairs_the_settings_and_says_the_least_p(rows: list[Any
     assert table.text_table().heads[3:5] == ["tokens per round: difference", "tokens per round: p"]
 
 
+def test_a_candidate_of_a_comparison_is_a_baseline_by_its_name_there(rows: list[Any], tmp_path: Path) -> None:
+    """'demo-draft' was answered with 'demo-draft plain'."""
+    made = [
+        row(f"{pair} {chain}", p, records, pair=pair, strategies=chain, drafts=chain != "plain")
+        for p in ("a", "b")
+        for pair, chain, records in (
+            ("demo-draft", "plain", PLAIN), ("demo-draft", "draft-model", K1), ("no draft", "plain", PLAIN),
+            ("no draft", "eagle3:nodes=16", K2), ("demo-draft", "draft-model:tree=2x2", K2),
+        )
+    ]  # fmt: skip
+    write_table(made, tmp_path / "table.parquet")
+    names = {
+        "demo-draft": "demo-draft draft-model", "eagle3:nodes=16": "no draft eagle3:nodes=16",
+        "demo-draft draft-model:tree=2x2": "demo-draft draft-model:tree=2x2",
+        "demo-draft draft-model": "demo-draft draft-model",
+    }  # fmt: skip
+    for name, setting in names.items():
+        assert {r["against"] for r in Results(made).against(name).rows} == {setting}
+        assert summarise(made, name)["baseline"] == setting
+        done = CliRunner().invoke(app, ["results", str(tmp_path), "--baseline", name, "--json"])
+        assert {r["against"] for r in json.loads(done.stdout)} == {setting}
+    twice = [*made, *({**r, "setting": f"{r['setting']} T=0.7"} for r in made)]
+    with pytest.raises(SpecdecError, match="unknown setting 'demo-draft'"):
+        Results(twice).against("demo-draft")
+
+
 @pytest.mark.parametrize("n", [2, 5, 13])
 def test_no_test_falls_below_the_least_p(n: int) -> None:
     one = [1.0] * n

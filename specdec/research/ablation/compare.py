@@ -25,7 +25,10 @@ from specdec.research.ablation.merge import merge
 from specdec.research.ablation.runner import Progress, run_ablation
 from specdec.research.ablation.store import Store, read_checked
 from specdec.research.ablation.summary import (
+    ALONE,
+    DRAFTED,
     by_setting,
+    candidate_name,
     check_baseline,
     compare_settings,
     setting_figures,
@@ -37,8 +40,6 @@ from specdec.research.offline.forcing import read_pair
 from specdec.stats import PER_TESTED
 
 Candidate = tuple[str, str]  # the names of a pair and a chain
-ALONE = "no draft"  # the pair of strategies that need no draft model
-DRAFTED = "draft-model"  # the chain of every draft
 EXAMINED = 16  # prompts of the teacher-forced passes
 LONGEST_K = 16
 # Where a figure becomes a reason. Shares and differences of acceptance.
@@ -120,11 +121,6 @@ def _uses_draft(text: str) -> bool:
         return any(d.uses_draft_model for d in make_drafters(_chain(text, 1), has_draft=True))
     except SpecdecError:  # it is refused by name
         return False
-
-
-def candidate_name(pair: str, chain: str) -> str:
-    """What a candidate is called: its draft, its chain, or both."""
-    return chain if pair == ALONE else pair if chain == DRAFTED else f"{pair} {chain}"
 
 
 def _names(drafts: Sequence[str]) -> list[str]:

@@ -38,6 +38,8 @@ _OTHERS = (
 SAMPLING = ("target", "target_revision", *(name for name in GENERATION if name not in _OTHERS))
 ASKED = ("pair", "strategies", *SHORTHANDS, *LOADING, *GENERATION)
 Clusters = dict[Any, Row]
+ALONE = "no draft"  # the pair of a comparison's strategies that need no draft model
+DRAFTED = "draft-model"  # the chain of every draft of a comparison
 SUMMED = (
     "generated_tokens", "rounds", "accepted_tokens", "tested_tokens", "draft_tokens", "drafted_rounds",
     "emitted_tokens", "seconds", "draft_seconds", "verify_seconds", "prefill_seconds", "loop_tokens",
@@ -53,10 +55,10 @@ def summarise(rows: Sequence[Row], baseline: str | None = None, drop_loops: bool
         one that is not there.
     drop_loops: leave looped texts out of all figures; the gate and the errors are of all rows.
     """
-    checked = {"rows": len(rows), "baseline": baseline, "errors": _errors(rows), "gate": gate(rows)}
     kept = without_loops(rows) if drop_loops else rows
     groups = by_setting(kept)
-    check_baseline(baseline, groups)
+    baseline = None if baseline is None else find_setting(baseline, groups)
+    checked = {"rows": len(rows), "baseline": baseline, "errors": _errors(rows), "gate": gate(rows)}
     return {
         **checked,
         "context_rows": sum(row.get("finish_reason") == "context" for row in rows),
@@ -227,6 +229,26 @@ def check_baseline(baseline: str | None, settings: Iterable[str]) -> None:
     known = list(settings)
     if baseline is not None and baseline not in known:
         raise unknown_name("setting", baseline, known)
+
+
+def candidate_name(pair: str, chain: str) -> str:
+    """What a comparison calls a candidate: its draft, its chain, or both."""
+    return chain if pair == ALONE else pair if chain == DRAFTED else f"{pair} {chain}"
+
+
+def find_setting(name: str, groups: Mapping[str, Sequence[Row]]) -> str:
+    """The setting of this name, or the only one that `specdec compare` calls so. Raises SpecdecError without one.
+
+    groups: rows by setting, of which the first one's pair and chain count.
+    """
+    heads = {setting: rows[0] for setting, rows in groups.items() if rows[0]["drafts"]}
+    named = [
+        s for s, head in heads.items() if candidate_name(str(head.get("pair")), str(head.get("strategies"))) == name
+    ]
+    if name not in groups and len(named) == 1:
+        return named[0]
+    check_baseline(name, groups)
+    return name
 
 
 def counterpart(row: Row, baseline: str, groups: Mapping[str, Sequence[Row]]) -> str | None:
