@@ -195,6 +195,8 @@ def test_default_layers_need_a_deep_enough_target() -> None:
     assert config.observed_layers(8) == (2, 4, 5)
     with pytest.raises(SpecdecError, match=r"default layers \[2, 2, 1\] cannot be observed in a target of 4 blocks"):
         config.observed_layers(4)
+    with pytest.raises(SpecdecError, match=r"belong to another target; if it is this one's, give .* 0 to at most 3$"):
+        config.observed_layers(4)
 
 
 def test_the_two_meanings_of_norm_output() -> None:
@@ -283,6 +285,22 @@ def test_the_weights_say_how_wide_an_attention_head_is() -> None:
     loaded = load_head((config | {"head_dim": 8}, state))
     assert same(loaded, head)
     assert any("config.json says head_dim 8, but the weights have 4" in note for note in loaded.notes)
+
+
+@pytest.mark.parametrize("layout", ["specforge", "speculators"])
+@pytest.mark.parametrize(("name", "found"), [("num_hidden_layers", 1), ("intermediate_size", 24)])
+def test_sizes_that_the_weights_do_not_have_are_said(name: str, found: int, layout: str) -> None:
+    head = random_head(3)
+    config, state = checkpoint(head, layout)
+    part = config["transformer_layer_config"] if layout == "speculators" else config
+    assert not any(name in note for note in load_head((config, state)).notes)
+    part[name] = 3
+    loaded = load_head((config, state))
+    assert same(loaded, head)
+    assert f"config.json says {name} 3, but the weights have {found}; used" in loaded.notes
+    part["rms_norm_eps"] = None
+    with pytest.raises(SpecdecError, match="rms_norm_eps: expected a finite number"):
+        load_head((config, state))
 
 
 def maps(change: Callable[[State], Any]) -> tuple[Config, State]:

@@ -92,8 +92,9 @@ class HeadConfig:
         if not 0 <= min(ids) <= max(ids) <= blocks or list(ids) != sorted(set(ids)):
             given = "the default layers" if self.layer_ids is None else "the layers"
             raise SpecdecError(
-                f"{self.strategy}: {given} {list(ids)} cannot be observed in a target of {blocks} blocks; give "
-                f"layer_ids that ascend from 0 to at most {blocks}"
+                f"{self.strategy}: {given} {list(ids)} cannot be observed in a target of {blocks} blocks; the head may "
+                f"belong to another target; if it is this one's, give layer_ids that ascend from 0 to at most "
+                f"{blocks - 1}"
             )
         return ids
 

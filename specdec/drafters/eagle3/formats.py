@@ -110,6 +110,12 @@ class _Reading:
         self.layout = _layout(given)
         # vLLM wraps the config of an EAGLE-1 head as `model`.
         self.layer: Mapping[str, Any] = given.get("model") or given
+        self.stated = self.layer  # without the defaults
+        if self.layout == "speculators":
+            self.stated = given.get("transformer_layer_config") or {}
+            check(self.stated, {}, "eagle3: config.json: transformer_layer_config")
+        if "rms_norm_eps" in self.stated:  # null: there is no norm without one
+            check({"rms_norm_eps": self.stated["rms_norm_eps"]}, {"rms_norm_eps": number(0.0)}, "eagle3: config.json")
         if self.layout == "speculators":
             self.layer = _completed(given.get("transformer_layer_config"))
         check(self.layer, SIZES, "eagle3: config.json")
@@ -131,14 +137,14 @@ class _Reading:
         return HeadConfig(
             version=self.version,
             hidden_size=hidden,
-            intermediate_size=self._rows("layers.0.mlp.gate_proj.weight"),
+            intermediate_size=self._found("intermediate_size", self._rows("layers.0.mlp.gate_proj.weight")),
             num_attention_heads=heads,
             num_key_value_heads=int(layer.get("num_key_value_heads") or heads),
             head_dim=self._head_dim(heads),
             vocab_size=vocab,
             draft_vocab_size=draft,
             target_hidden_size=int(target),
-            num_hidden_layers=1 + max(int(k.split(".")[1]) for k in self.state if k.startswith("layers.")),
+            num_hidden_layers=self._found("num_hidden_layers", self._layers()),
             observed=observed,
             layer_ids=ids,
             rms_norm_eps=float(layer.get("rms_norm_eps") or 1e-6),
@@ -201,10 +207,17 @@ class _Reading:
         rows = self._rows("layers.0.self_attn.q_proj.weight")
         if rows % heads:
             raise SpecdecError(f"eagle3: q_proj has {rows} rows, which is not a multiple of {heads} attention heads")
-        stated = self.layer.get("head_dim")
-        if stated not in (None, rows // heads):
-            self.notes.append(f"config.json says head_dim {stated}, but the weights have {rows // heads}; used")
-        return rows // heads
+        return self._found("head_dim", rows // heads, self.layer.get("head_dim"))
+
+    def _layers(self) -> int:
+        return 1 + max(int(k.split(".")[1]) for k in self.state if k.startswith("layers."))
+
+    def _found(self, name: str, found: int, stated: Any = None) -> int:
+        """What the weights have, with a note if the config says something else."""
+        stated = self.stated.get(name) if stated is None else stated
+        if stated not in (None, found):
+            self.notes.append(f"config.json says {name} {stated}, but the weights have {found}; used")
+        return found
 
     def _activation(self) -> str:
         name = self.layer.get("hidden_act") or "silu"
