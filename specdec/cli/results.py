@@ -16,7 +16,7 @@ from specdec.files.texts import check_writable, is_file, is_folder, parse_yaml
 def results(
     source: Annotated[str, Argument(metavar="DIR", help="An ablation's folder, a table, a trace, or a bench's JSON.")],
     by: Annotated[str | None, Option(help="What to group by, as strategy,k,position.", show_default="setting")] = None,
-    where: Annotated[list[str] | None, Option(help="Only rows with this value, as k=4; repeat for more.")] = None,
+    where: Annotated[list[str] | None, Option(help="Only rows with k=4 or k=[2,4]; repeat for more.")] = None,
     figures: Annotated[str | None, Option(help="Columns of the table, as tokens_per_round,speedup.")] = None,
     baseline: Annotated[str | None, Option(help="Compare every setting with this one, paired by prompt.")] = None,
     drop_loops: DropLoops = False,
@@ -40,7 +40,9 @@ def results(
         raise SpecdecError("--out writes a file of --csv or --latex: give one of them")
     if out is not None:
         check_writable(out, "--out")
-    wanted = dict(map(_pair, where or ()))
+    wanted: dict[str, list[Any]] = {}
+    for name, value in map(_pair, where or ()):
+        wanted[name] = [*wanted.get(name, ()), *(value if isinstance(value, list) else [value])]
     there = (Path(f"{source}{suffix}") for suffix in ("", ".json", ".safetensors"))
     if not any(is_file(path) or is_folder(path) for path in there):
         raise SpecdecError(f"no results table at {source}")

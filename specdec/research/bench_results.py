@@ -13,7 +13,7 @@ from typing import Any
 from specdec.errors import SpecdecError
 from specdec.files.texts import is_file, read_json
 from specdec.research.bootstrap import Interval
-from specdec.research.results_table import ResultTable, Tabular, named
+from specdec.research.results_table import ResultTable, Tabular, named, nothing_left
 from specdec.stats import RATES
 
 OF_FILE = ("scenario", "contender")
@@ -61,7 +61,7 @@ class BenchResults(Tabular):
         wanted = self._wanted({**(keep or {}), **values}, self.dimensions)
         kept = [r for r in self.rows if all(r[n] in v for n, v in wanted.items())]
         if not kept:
-            raise SpecdecError(f"{self.source}: no row has {wanted}")
+            raise nothing_left(f"{self.source}: no row", wanted, {n: [r[n] for r in self.rows] for n in wanted})
         return BenchResults(self.dimensions, kept, self.intervals, self.source)
 
     def by(self, *names: str) -> ResultTable:

@@ -36,7 +36,7 @@ from specdec.research.ablation.table import AS_THEY_ARE, REFERENCE, TIMES, Row, 
 from specdec.research.bench_results import BenchResults
 from specdec.research.bootstrap import Interval, ratio
 from specdec.research.loops import is_looped, without_loops
-from specdec.research.results_table import ResultTable, Tabular, check_name, intervals_over, named
+from specdec.research.results_table import ResultTable, Tabular, check_name, intervals_over, named, nothing_left
 from specdec.research.traces.records import trace_rows
 from specdec.stats import RoundRecord
 
@@ -101,6 +101,10 @@ class Results(Tabular):
         if keep is not None and not callable(keep):
             raise SpecdecError(f"where: expected a function of a row, or column=value, got {keep!r}")
         named_values = {ALIASES.get(name, name): value for name, value in values.items()}
+        for name in (n for n in ROUNDS[1:] if n in named_values):
+            raise SpecdecError(
+                f"where: {name} is of rounds, and rows have rounds of several: group by it (--by {name})"
+            )
         wanted = self._wanted(named_values, [n for n in self.dimensions if n not in ROUNDS[1:]])
 
         def fits(row: Row) -> bool:
@@ -109,7 +113,11 @@ class Results(Tabular):
 
         kept = [r for r in self.rows if r["drafts"] and fits(r)]
         if not kept:
-            raise SpecdecError(f"{self.source}: no row that drafts has {wanted}")
+            drafting = [r for r in self.rows if r["drafts"]]
+            values = {
+                n: [v for r in drafting for v in (chain_of(r) if n == "strategy" else [r.get(n)])] for n in wanted
+            }
+            raise nothing_left(f"{self.source}: no row that drafts", wanted, values)
         return Results(with_plain(kept, self.rows), self.source)
 
     def without_loops(self) -> Results:

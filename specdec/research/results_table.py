@@ -199,6 +199,29 @@ def intervals_over(prompts: Sequence[int]) -> str:
     return f"95 % intervals over {spelled(prompts)}" if max(prompts) > 1 else "one prompt: no intervals"
 
 
+def nothing_left(what: str, wanted: Mapping[str, Iterable[Any]], values: Mapping[str, Sequence[Any]]) -> SpecdecError:
+    """The error for values that leave nothing: what was asked for, and the values that a column has instead.
+
+    wanted: by column; values: those that are there, by column
+    """
+    asked = " and ".join(f"{n}={' or '.join(map(_value, found))}" for n, found in wanted.items())
+    if not asked:
+        return SpecdecError(f"{what} is kept")
+    said = [f"{what} has {asked}"]
+    for name, found in wanted.items():
+        there = list(dict.fromkeys(map(_value, values[name])))
+        if not any(v in values[name] for v in found):
+            said.append(f"{name} is one of {', '.join(there[:12])}{', ...' if len(there) > 12 else ''}")
+        if any(isinstance(v, str) and "," in v for v in found):
+            said.append(f"for several values give a list, {name}=[...], or repeat --where {name}=...")
+    return SpecdecError("; ".join(said))
+
+
+def _value(value: Any) -> str:
+    """A value as it is typed after --where."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def no_figure(name: str, known: Sequence[str], dimensions: Sequence[str]) -> SpecdecError:
     """The error for a figure that a table lacks: one that is not defined by its dimensions, or none at all."""
     if name not in FIGURES:

@@ -221,6 +221,36 @@ def test_bad_names_are_one_line(rows: list[Any], call: Any, words: tuple[str, ..
     assert all(word in str(error.value) for word in words)
 
 
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (("position=2",), "position is of rounds, and rows have rounds of several: group by it (--by position)"),
+        (("length=2",), "group by it (--by length)"),
+        (("k=2,4",), "no row that drafts has k=2,4; k is one of 1, 2, null; for several values give a list, k=[...]"),
+        (("k=7", "k=8"), "no row that drafts has k=7 or 8; k is one of 1, 2, null"),
+        (("k=2", "strategy=prompt-lookup"), "no row that drafts has k=2 and strategy=prompt-lookup"),
+        (("strategy=nobody",), "has strategy=nobody; strategy is one of draft-model, prompt-lookup"),
+    ],
+)
+def test_where_says_in_the_users_words_what_leaves_no_row(
+    rows: list[Any], tmp_path: Path, typed: tuple[str, ...], said: str
+) -> None:
+    write_table(rows, tmp_path / "table.parquet")
+    done = CliRunner().invoke(app, ["results", str(tmp_path), *(w for pair in typed for w in ("--where", pair))])
+    assert done.exit_code == 2
+    assert said in done.stderr
+    assert not set("{}'") & set(done.stderr)
+
+
+def test_where_repeated_for_one_column_keeps_each_of_its_values(rows: list[Any], tmp_path: Path) -> None:
+    """The last one had won, in silence."""
+    write_table(rows, tmp_path / "table.parquet")
+    for typed in (("k=1", "k=2"), ("k=[1,2]",), ("k=[1]", "k=2")):
+        where = [w for pair in typed for w in ("--where", pair)]
+        done = CliRunner().invoke(app, ["results", str(tmp_path), "--by", "k", *where, "--json"])
+        assert [r["k"] for r in json.loads(done.stdout)] == [1, 2]
+
+
 def test_a_named_baseline_pairs_the_settings_and_says_the_least_p(rows: list[Any]) -> None:
     table = Results.load(rows).against("lookup")
     assert {(r["setting"], r["against"]) for r in table.rows} == {("draft k=1", "lookup"), ("draft k=2", "lookup")}
