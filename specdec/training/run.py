@@ -106,7 +106,10 @@ def try_task(kind: str, config: TrainingConfig, target: Any, tokenizer: Any) -> 
         source = Live(target, task.layers, [Answer(tuple(range(1, 7)), 2)])
         module = task.module.to(source.device).eval()
         with torch.autocast(source.device.type, torch.bfloat16, enabled=config.dtype == "bfloat16"):
-            module(source([0]))
+            batch = source([0])
+            if not batch.logits.isfinite().all():
+                raise SpecdecError(f"{config.target}: the target's logits are NaN or infinite; load a sound checkpoint")
+            module(batch)
     except SpecdecError:
         raise
     except Exception as error:  # options that do not fit show in many ways

@@ -160,6 +160,14 @@ def test_the_draft_vocabulary_is_the_most_frequent_tokens() -> None:
         draft_vocabulary(counts, 7)
 
 
+def test_a_target_that_is_not_finite_is_refused_before_any_work() -> None:
+    config = TrainingConfig("t", "out", TrainingData(texts=("a",)), head=HeadStart())
+    model = tiny_model("llama", num_hidden_layers=8).requires_grad_(False)
+    model.model.layers[2].mlp.up_proj.weight[0] = float("nan")
+    with pytest.raises(SpecdecError, match="t: the target's logits are NaN or infinite"):
+        try_task("eagle3", config, model, None)
+
+
 def test_an_unknown_option_of_a_head_names_the_nearest() -> None:
     target = tiny_model("llama", num_hidden_layers=8)
     with pytest.raises(SpecdecError, match="did you mean 'intermediate_size'"):
