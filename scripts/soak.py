@@ -401,7 +401,7 @@ def embedded() -> Subject:
     )
     files = sorted(Path(random.__file__).parent.glob("*.py"))[:20]
     texts = [decoder.tokenizer(file.read_text(encoding="utf-8")[:6000])["input_ids"] for file in files]
-    heads = (f"eagle3:head={head_path()}:n_max=4", f"eagle3:head={head_path()}:nodes=8:n_max=4")
+    heads = (f"eagle3:head={head_path()}:n_max=4", f"eagle3:head={head_path()}:nodes=8")
     stops = ("\n\n", ":", "self", "return", "    def", ")")
     space = Space(texts, 300, 64, decoder.target.context, decoder.target.vocab_size, stops, (*CHAINS, *heads))
     return Subject(decoder, space, False)
