@@ -471,7 +471,7 @@ def head_block(result: Result) -> str:
     rows = [
         [
             *(f"`{e['strategy']}`", f"{e['acceptance_length']:.2f}", f"{e['rounds']}", f"{e['draft_passes']}"),
-            f"{e['draft_ms']:.2f}" if "draft_ms" in e else "-",
+            *(f"{e[key]:.2f}" if key in e else "-" for key in ("draft_ms", "draft_ms_together")),
         ]
         for e in (head[name] for name in ("chain", "tree", "draft_model"))
     ]
@@ -483,7 +483,7 @@ def head_block(result: Result) -> str:
             f" Trained for {end['step']:,} steps in {end['seconds'] / 60:.1f} minutes; on texts that were kept from "
         )
         said += f"training the expected acceptance of a draft's tokens is {forced}, teacher-forced."
-    heads = ["strategy", "accepted length", "rounds", "draft passes", "draft, ms a round"]
+    heads = ["strategy", "accepted length", "rounds", "draft passes", "draft, ms a round, alone", "in a batch"]
     return f"{said} The head weighs {head['bytes'] / 1e6:.1f} MB.\n\n{markdown(heads, rows)}"
 
 
