@@ -134,10 +134,9 @@ class Loop:
             total += loss.detach()
         mean: Tensor = self.accelerator.reduce(total, "mean")
         norm = self.accelerator.clip_grad_norm_(self.parameters, self.config.optimiser.clip)
-        if not mean.isfinite():
-            raise FloatingPointError("the loss is")
-        if norm is not None and not torch.as_tensor(norm).isfinite():
-            raise FloatingPointError("the gradient is")
+        both = mean if norm is None else mean + torch.as_tensor(norm, device=mean.device)
+        if not both.isfinite():  # the one read of a step
+            raise FloatingPointError("the gradient is" if mean.isfinite() else "the loss is")
         self.optimiser.step()
         self.schedule.step()
         self.optimiser.zero_grad()
