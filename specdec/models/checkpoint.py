@@ -86,15 +86,24 @@ def fault_of_shapes(folder: Path, model: Any) -> str | None:
 def check_finite(tensors: Iterable[tuple[str, torch.Tensor]], where: str) -> None:
     """Raise SpecdecError for the first weight that holds NaN or infinities: what it gives would never be accepted, and
     nothing else would say why."""
+    found = first_not_finite(tensors)
+    if found is not None:
+        name, odd, count = found
+        raise SpecdecError(
+            f"{where}: {name} holds NaN or infinities, {odd} of {count} values; it is damaged, or its training "
+            "diverged: take an earlier checkpoint"
+        )
+
+
+def first_not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, int, int] | None:
+    """Return (name, values that are NaN or infinite, values in all) of the first weight with any, or None."""
     for name, tensor in tensors:
         if not tensor.is_floating_point() or tensor.is_meta:
             continue
         odd = int((~(tensor.float() if tensor.itemsize == 1 else tensor).isfinite()).sum())
         if odd:
-            raise SpecdecError(
-                f"{where}: {name} holds NaN or infinities, {odd} of {tensor.numel()} values; it is damaged, or its "
-                "training diverged: take an earlier checkpoint"
-            )
+            return name, odd, tensor.numel()
+    return None
 
 
 def fault_of_gguf(file: Path) -> str | None:

@@ -20,6 +20,7 @@ from specdec.device.memory import is_out_of_memory
 from specdec.device.transfer import to_device
 from specdec.errors import SpecdecError
 from specdec.files.texts import first_line
+from specdec.models.checkpoint import first_not_finite
 from specdec.models.kv_cache import RaggedCache
 from specdec.models.quantised import is_quantised
 from specdec.models.runner import UNBOUNDED, Runner, Shapes
@@ -70,9 +71,8 @@ def self_test(runner: Runner, role: str) -> None:
 
 def _not_finite(runner: Runner) -> str:
     """Name the first parameter that holds NaN or infinity."""
-    wide = ((n, p) for n, p in runner.model.named_parameters() if p.is_floating_point() and p.dtype.itemsize > 1)
-    name = next((n for n, p in wide if not bool(p.isfinite().all())), None)
-    return "" if name is None else f": the checkpoint has NaN or infinity in {name}; load it again, or another one"
+    found = first_not_finite(runner.model.named_parameters())
+    return "" if found is None else f": the checkpoint has NaN or infinity in {found[0]}; load it again, or another one"
 
 
 class _SelfTest:
