@@ -47,25 +47,25 @@ def _quiet_libraries() -> Iterator[None]:
     from tqdm.auto import tqdm
     from transformers.utils import logging as transformers_logging
 
+    from specdec.models.bars import without_bars
+
     bar: Any = tqdm  # of transformers' GGUF reader, which asks nobody
     begin = bar.__init__
     loggers = (transformers_logging, hub_logging)
-    levels, bars = [log.get_verbosity() for log in loggers], transformers_logging.is_progress_bar_enabled()
-    for log in loggers:
-        log.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    if sys.stderr.isatty():
-        enable_progress_bars()
-    else:
-        bar.__init__ = partialmethod(begin, disable=True)
-    try:
-        yield
-    finally:
-        bar.__init__ = begin
-        for log, level in zip(loggers, levels, strict=True):
-            log.set_verbosity(level)
-        if bars:
-            transformers_logging.enable_progress_bar()
+    levels = [log.get_verbosity() for log in loggers]
+    with without_bars():
+        for log in loggers:
+            log.set_verbosity_error()
+        if sys.stderr.isatty():
+            enable_progress_bars()
+        else:
+            bar.__init__ = partialmethod(begin, disable=True)
+        try:
+            yield
+        finally:
+            bar.__init__ = begin
+            for log, level in zip(loggers, levels, strict=True):
+                log.set_verbosity(level)
 
 
 class _AtImport(MetaPathFinder):

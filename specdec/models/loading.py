@@ -14,10 +14,8 @@ from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.utils import logging as bars
 
 from specdec.config import PairConfig, from_dict
 from specdec.demo_models import draft_path, target_path
@@ -27,6 +25,7 @@ from specdec.errors import SpecdecError
 from specdec.files.texts import as_path, expanded, is_folder, model_path
 from specdec.models.adapters import adapter_folders, load_adapter
 from specdec.models.attention import check_attention
+from specdec.models.bars import without_bars
 from specdec.models.checkpoint import (
     CONFIG,
     check_finite,
@@ -311,22 +310,6 @@ def _place(pair: PairConfig, device: Any, role: str) -> torch.device:
         if getattr(pair, name) is not None:
             raise SpecdecError(f"{name} does not go with tp_plan: each process takes the GPU of its own rank")
     return pick_device(device) if role == "draft" and device is not None else own_device()
-
-
-@contextmanager
-def without_bars() -> Iterator[None]:
-    """Switch transformers' progress bars off, and afterwards on again if they were on."""
-    were_on, hub_off = bars.is_progress_bar_enabled(), are_progress_bars_disabled()
-    bars.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if were_on:
-            bars.enable_progress_bar()
-        if not hub_off:
-            enable_progress_bars()
-        elif were_on:
-            disable_progress_bars()
 
 
 @contextmanager
