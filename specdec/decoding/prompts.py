@@ -70,9 +70,12 @@ def check_padding(rows: list[list[int]], tokenizer: Any) -> None:
 
 
 def encode_prompts(
-    prompts: Any, tokenizer: Any, vocab_size: int, context: int, names: Sequence[str] | None = None
+    prompts: Any, tokenizer: Any, vocab_size: int, context: int | None, names: Sequence[str] | None = None
 ) -> list[list[int]]:
-    """Encode prompts as rows of ids. names: what messages call them, as `prompt_names` says.
+    """Encode prompts as rows of ids.
+
+    context: most tokens of a row; None = the caller checks the lengths
+    names: what messages call the prompts, as `prompt_names` says
 
     Raises SpecdecError for an empty row, an id outside the vocabulary, a row longer than the context, text without a
     tokenizer, and any other form.
@@ -170,13 +173,13 @@ def _tokenizer(tokenizer: Any, name: str) -> Any:
     return tokenizer
 
 
-def _check(ids: list[int], name: str, vocab_size: int, context: int) -> None:
+def _check(ids: list[int], name: str, vocab_size: int, context: int | None) -> None:
     if not ids:
         raise SpecdecError(f"{name} is empty")
     for token in (min(ids), max(ids)):
         if not 0 <= token < vocab_size:
             raise SpecdecError(f"{name}: token id {token} is outside the target's vocabulary of {vocab_size}")
-    if len(ids) > context:
+    if context is not None and len(ids) > context:
         raise SpecdecError(
             f"{name} has {len(ids)} tokens, more than the target's context of {context}: cut it (`longest`, --longest)"
         )

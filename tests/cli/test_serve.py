@@ -233,7 +233,9 @@ def test_without_a_seed_texts_differ_and_the_seed_is_told(worker: Any) -> None:
     [
         (COMPLETIONS, {"prompt": "a", "maxtokens": 3}, 400, "maxtokens", "did you mean 'max_tokens'"),
         (COMPLETIONS, {"prompt": "a", "max_tokens": "3"}, 400, "max_tokens", "valid integer"),
-        (COMPLETIONS, {"prompt": "a", "max_tokens": 500}, 400, "prompt", "at most 256"),
+        (COMPLETIONS, {"prompt": "a", "num_assistant_tokens": 3}, 400, "num_assistant_tokens", "the server chooses it"),
+        (COMPLETIONS, {"prompt": "a", "max_length": 3}, 400, "max_length", "write max_tokens"),
+        (COMPLETIONS, {"prompt": "a", "num_beams": 3}, 400, "num_beams", "beam search is not supported"),
         (COMPLETIONS, {"prompt": ["a", 2]}, 400, "prompt", "a text, token ids"),
         (COMPLETIONS, {"prompt": []}, 400, "prompt", "empty"),
         (COMPLETIONS, {"prompt": [99999]}, 400, None, "vocabulary"),
@@ -260,6 +262,52 @@ def test_errors_have_openais_form_and_name_the_field(
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["type"]) == (status, param, "invalid_request_error")
     assert message in error["message"]
+
+
+LONG = [5] * 700  # tokens, more than the target has room for
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "numbers"),
+    [
+        (COMPLETIONS, {"prompt": [5], "max_tokens": 600}, "prompt", "601: 1 in the prompt, 600 in the completion"),
+        (COMPLETIONS, {"prompt": LONG}, "prompt", "716: 700 in the prompt, 16 in the completion"),
+        (COMPLETIONS, {"prompt": [[5], LONG]}, "prompt", "716: 700 in the prompt 1, 16 in the completion"),
+        (
+            CHATS,
+            {"messages": [{"role": "user", "content": "a b " * 900}]},
+            "messages",
+            "in the messages, at least 1 in",
+        ),
+    ],
+    ids=["text", "prompt", "prompts", "chat"],
+)
+def test_a_request_that_does_not_fit_gets_openais_code_and_the_numbers(
+    worker: Any, path: str, body: Any, param: str, numbers: str
+) -> None:
+    """The context is that which is served, and the error names nothing that only Python or another verb has."""
+    for context, words in (
+        (256, "256 tokens (--context of the server; the model has 512), and"),
+        (512, "512 tokens, and"),
+    ):
+        worker.context = context
+        (answer,) = post_all(worker, (path, body))
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", param)
+        assert f"maximum context length is {words}" in error["message"]
+        assert numbers in error["message"]
+        assert "longest" not in error["message"]
+
+
+def test_a_chat_to_a_model_without_a_template_names_the_servers_option(
+    worker: Any, decoder: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoder.tokenizer, "chat_template", None)
+    (answer,) = post_all(worker, (CHATS, {"messages": [{"role": "user", "content": "hi"}]}))
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "messages")
+    assert "--chat-template" in error["message"]
+    assert "/v1/completions" in error["message"]
 
 
 EDGES = st.sampled_from(

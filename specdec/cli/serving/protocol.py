@@ -10,7 +10,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from specdec.errors import SpecdecError, unknown_name
+from specdec.errors import SpecdecError, nearest
+from specdec.files.habits import HINTS
 from specdec.stats import RoundRecord, Tally
 
 MOST_TEXTS = 1024  # of one request: prompts times n
@@ -46,6 +47,37 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},), "suffix": ("",), "tool_choice": ("none",), "tools": ([],),
     "verbosity": (), "web_search_options": (),
 }  # fmt: skip
+
+
+# Names of other libraries' options and of specdec's own, and what a client can do: the hints for Python name options
+# that no request has.
+NOT_SUPPORTED = (
+    "num_beams", "num_beam_groups", "guidance_scale", "watermarking_config", "penalty_alpha",
+    "encoder_repetition_penalty", "encoder_no_repeat_ngram_size",
+)  # fmt: skip
+DRAFTED = (
+    "assistant_model", "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold",
+    "assistant_early_exit", "prompt_lookup_num_tokens", "max_matching_ngram_size", "strategy", "strategies", "draft",
+    "num_speculative_tokens", "n_max", "acceptance",
+)  # fmt: skip
+FIELD_HINTS = {
+    **{name: HINTS[name] for name in NOT_SUPPORTED},
+    **dict.fromkeys(DRAFTED, "the server chooses it: --draft, --strategies and --acceptance of specdec serve"),
+    **dict.fromkeys(("input_ids", "inputs"), "write prompt, a text or token ids"),
+    **dict.fromkeys(("max_length", "max_new_tokens"), "write max_tokens, which counts without the prompt"),
+    "streamer": "write stream=true",
+    "output_scores": "write logprobs",
+    "output_logits": "write logprobs",
+    "do_sample": "temperature=0 is greedy, temperature > 0 samples",
+    "stop_strings": "write stop, a text or a list of texts",
+    "num_return_sequences": "write n",
+}
+
+
+def _unknown_field(name: str, known: Sequence[str]) -> str:
+    hint = FIELD_HINTS.get(name)
+    hint = f"; {hint}" if hint else nearest(name, known) or f"; known: {', '.join(known[:12])}, ..."
+    return str(SpecdecError(f"unknown field {name!r}{hint}"))  # which shortens a name of thousands of characters
 
 
 class StreamOptions(BaseModel):
@@ -115,7 +147,7 @@ class Request(BaseModel):
                 continue
             if name in NEUTRAL:
                 raise ApiError(f"{name} is not supported: leave it out", param=name)
-            raise ApiError(str(unknown_name("field", name, [*type(self).model_fields, *NEUTRAL])), param=name)
+            raise ApiError(_unknown_field(name, [*type(self).model_fields, *NEUTRAL]), param=name)
         if len(self.stops) > 16 or not all(self.stops):
             raise ApiError("stop must be a text or up to 16 texts, none of them empty", param="stop")
         if self.stream_options is not None and not self.stream:

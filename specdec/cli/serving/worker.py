@@ -30,6 +30,9 @@ from specdec.stats import RoundRecord
 
 log = logging.getLogger("specdec.serve")
 STOPPING = "the server is stopping"
+NO_TEMPLATE = (
+    "this model has no chat template: start the server with --chat-template FILE, or send a text to /v1/completions"
+)
 COMPLETION_TOKENS = 16  # OpenAI's default for completions; chats go on to the end of the context
 
 
@@ -194,8 +197,10 @@ class Worker(threading.Thread):
 
     def _read(self, job: Job) -> Iterator[TextInFlight]:
         """Encode a job's prompts, and make its texts. Raises SpecdecError and ApiError."""
-        target = self.decoder.target
-        prompts = encode_prompts(job.request.prompts, self.decoder.tokenizer, target.vocab_size, target.context)
+        is_chat, tokenizer = isinstance(job.request, Chat), self.decoder.tokenizer
+        if is_chat and not getattr(tokenizer, "chat_template", None):
+            raise ApiError(NO_TEMPLATE, param="messages")
+        prompts = encode_prompts(job.request.prompts, tokenizer, self.decoder.target.vocab_size, context=None)
         n = job.request.n or 1
         if not prompts:
             raise ApiError("prompt is empty", param="prompt")
@@ -203,16 +208,28 @@ class Worker(threading.Thread):
             raise ApiError(f"a request is for up to {MOST_TEXTS} texts, got {len(prompts) * n}", param="n")
         job.prompt_tokens = sum(map(len, prompts))
         for i, prompt in enumerate(prompts):
-            more = 1 if job.most_tokens is None else job.most_tokens
-            if len(prompt) + more > self.context:
-                raise ApiError(
-                    f"the prompt has {len(prompt)} tokens and asks for {more} more: together at most "
-                    f"{self.context} are served",
-                    param="messages" if isinstance(job.request, Chat) else "prompt",
-                    code="context_length_exceeded",
-                )
+            where = "messages" if is_chat else "prompt" if len(prompts) == 1 else f"prompt {i}"
+            self._check_length(job, len(prompt), where)
             for j in range(n):
                 yield TextInFlight(job, i * n + j, prompt, Timing(job.asked))
+
+    def _check_length(self, job: Job, tokens: int, where: str) -> None:
+        """Raise ApiError, in OpenAI's manner, if a prompt of so many tokens and its text exceed the context.
+
+        The server's --context is named where it is less than the model's: that much more could be served.
+        """
+        least = 1 if job.most_tokens is None else job.most_tokens
+        if tokens + least <= self.context:
+            return
+        room = self.decoder.target.context
+        raise ApiError(
+            f"this model's maximum context length is {self.context} tokens"
+            + (f" (--context of the server; the model has {room})" if room > self.context else "")
+            + f", and the request needs {tokens + least}: {tokens} in the {where}, "
+            f"{'at least 1' if job.most_tokens is None else least} in the completion. Reduce one of them",
+            param="messages" if isinstance(job.request, Chat) else "prompt",
+            code="context_length_exceeded",
+        )
 
     def _drop(self) -> None:
         """End texts that nobody waits for."""
