@@ -15,7 +15,7 @@ from rich.markup import escape
 from specdec.cli import output
 from specdec.cli.ablate import print_gate
 from specdec.cli.inputs import check_names, given, refuse_beside
-from specdec.cli.options import SETS, AsJson, DropLoops, Generation, Prompts, with_groups
+from specdec.cli.options import SETS, AsJson, DropLoops, Generation, KvCacheDtype, Prompts, with_groups
 from specdec.files.texts import check_writable, model_path
 from specdec.research.bench.tables import Table
 from specdec.stats import PER_TESTED
@@ -40,6 +40,7 @@ def compare(
     device: Annotated[str | None, typer.Option(help="cpu or cuda[:n].")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
     draft_dtype: Annotated[str | None, typer.Option(help="The drafts' dtype.")] = None,
+    kv_cache_dtype: KvCacheDtype = None,
     out: Annotated[Path | None, typer.Option(help="Folder for rows, table and report; resumes if it exists.")] = None,
     baseline: Annotated[str | None, typer.Option(help="Compare the others with this candidate, by prompt.")] = None,
     drop_loops: DropLoops = False,
@@ -68,7 +69,7 @@ def compare(
     if not draft:
         refuse_beside("strategies alone", given(k=k, draft_dtype=draft_dtype))
     data = given(dataset=dataset, categories=category, limit=limit, longest=longest)
-    loading = given(device=device, dtype=dtype, draft_dtype=draft_dtype)
+    loading = given(device=device, dtype=dtype, draft_dtype=draft_dtype, kv_cache_dtype=kv_cache_dtype)
     if out is not None:
         check_writable(out, "--out", folder=True)
     refused: dict[str, str] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -9,8 +10,8 @@ from rich.console import Console
 from rich.text import Text
 
 from specdec.cli import output
-from specdec.cli.inputs import make_run
-from specdec.cli.options import AsJson, Generation, Prompts, Run, with_groups
+from specdec.cli.inputs import given, make_run
+from specdec.cli.options import AsJson, Generation, KvCacheDtype, Prompts, Run, with_groups
 
 if TYPE_CHECKING:
     from specdec.config import RunConfig
@@ -26,6 +27,7 @@ def demo(
     run: Run,
     generation: Generation,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each way; medians are shown.")] = 3,
+    kv_cache_dtype: KvCacheDtype = None,
     as_json: AsJson = False,
 ) -> None:
     """Decode with the embedded models, show who proposed each token, and compare with plain decoding.
@@ -34,11 +36,12 @@ def demo(
     """
     from specdec.config import load_yaml
 
-    given, options = None if run.config is None else load_yaml(run.config), generation.settings()
+    config, options = None if run.config is None else load_yaml(run.config), generation.settings()
     texts = prompts.texts()
     from specdec.research.demo import DEMO, run_demo, with_demo_head
 
-    base = given or DEMO
+    base = config or DEMO
+    base = replace(base, pair=replace(base.pair, **given(kv_cache_dtype=kv_cache_dtype)))
     typed = run.strategies if base.pair.target != DEMO.pair.target else with_demo_head(run.strategies)
     made = make_run(base, options, typed, texts)
     with output.progress("decoding, plainly and with drafts in turns", 2 + 2 * repeats) as advance:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from specdec.research.prompts.datasets import Prompt
 
 AsJson = Annotated[bool, Option("--json", help="Print one JSON document.")]
+KvCacheDtype = Annotated[str | None, Option(help="fp8 or fp8_e5m2 = keys and values in 8 bits.")]
 DropLoops = Annotated[bool, Option("--drop-loops", help="Leave texts that repeat one piece to their end out.")]
 Texts = list[str] | None
 # What --dataset takes: docs/datasets.md.
@@ -46,6 +47,7 @@ class Pair(Group):
     draft: Annotated[str | None, Option(help="The same for the draft, or demo-draft.")] = None
     device: Annotated[str | None, Option(help="cpu or cuda[:n].")] = None
     dtype: Annotated[str | None, Option(help="float32, bfloat16 or float16.")] = None
+    kv_cache_dtype: KvCacheDtype = None
 
     def __post_init__(self) -> None:
         for name in (self.target, self.draft):
@@ -60,7 +62,6 @@ class Models(Pair):
     draft_device: Annotated[str | None, Option(help="The draft's device.")] = None
     draft_dtype: Annotated[str | None, Option(help="The draft's dtype.")] = None
     device_map: Annotated[str | None, Option(help="auto = spread the target's layers over the GPUs.")] = None
-    kv_cache_dtype: Annotated[str | None, Option(help="fp8 or fp8_e5m2 = keys and values in 8 bits.")] = None
     tp_plan: Annotated[str | None, Option(help="auto = spread each layer over torchrun's processes.")] = None
     revision: Annotated[str | None, Option(help="The target's revision on the hub.")] = None
     draft_revision: Annotated[str | None, Option(help="The draft's revision on the hub.")] = None

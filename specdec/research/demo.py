@@ -17,6 +17,7 @@ from specdec.decoding.acceptance import find_rule
 from specdec.decoding.result import Generation
 from specdec.errors import SpecdecError
 from specdec.files.own_code import split_list
+from specdec.models.kv_cache import kv_dtype
 from specdec.research.loops import loop_share
 
 DEMO = RunConfig(
@@ -105,6 +106,8 @@ def run_demo(config: RunConfig, repeats: int = 3, progress: Callable[[], None] =
         options["seed"] = secrets.randbits(63)  # both ways must draw with the same keys
     decoder = load_decoder(config)
     progress()
+    if kv_dtype(decoder.target.kv_cache_dtype) is not None:  # rounding enlarges near-ties, without exact mode
+        must_agree = must_agree and decoder.resolve_exact(options.get("exact", "auto"), decoder.strategies)
     prompts = list(config.prompts)
     for strategies in ([], decoder.strategies):
         decoder.generate(prompts, strategies=strategies, **{**options, "max_new_tokens": WARM_UP_TOKENS})

@@ -394,13 +394,51 @@ def test_groups_of_options_become_options_of_a_verb() -> None:
     assert seen == {"models": {"target": "t", "trust_remote_code": True}, "prompts": ["a", "b"], "extra": 5}
 
 
-@pytest.mark.parametrize("verb", ["demo", "generate", "check", "compare", "trace record"])
-def test_no_verb_has_an_option_twice(verb: str) -> None:
+MODEL_VERBS = ["demo", "generate", "check", "compare", "serve", "bench", "trace record"]
+
+
+def flags(verb: str) -> list[str]:
     first, *rest = verb.split()
     command = load_verb(first)
     for name in rest:
         command = command.commands[name]
-    names = [flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)]
+    return [flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)]
+
+
+@pytest.mark.parametrize("verb", MODEL_VERBS)
+def test_every_verb_that_loads_models_says_what_keys_and_values_are_kept_in(verb: str) -> None:
+    assert "--kv-cache-dtype" in flags(verb)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        ("demo",),
+        ("generate", *PAIR, "--prompt", "a"),
+        ("check", *PAIR),
+        ("compare", *PAIR, "--prompt", "a"),
+        ("serve", *PAIR, "--port", "0"),
+        ("bench", str(ROOT / "configs" / "bench_tiny.yaml")),
+        ("bench", "--exactness"),
+        ("trace", "record", *PAIR, "--prompt", "a", "--out", "nowhere"),
+    ],
+    ids=lambda call: " ".join(call[:2]).partition(str(ROOT))[0],
+)
+def test_keys_and_values_in_what_does_not_exist_are_refused_in_a_line(call: tuple[str, ...]) -> None:
+    assert "kv_cache_dtype must be auto" in refused(*call, "--kv-cache-dtype", "int4")
+
+
+def test_demo_keeps_keys_and_values_as_typed_and_does_not_promise_equal_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In 8 bits near-ties are wide: without exact mode the text need not be plain decoding's."""
+    monkeypatch.setattr(SpeculativeDecoder, "_self_test", lambda self: None)
+    short = ("demo", "--max-new-tokens", "3", "--repeats", "1", "--prompt", PROMPT, "--strategies", "prompt-lookup")
+    result = run_json(*short, "--kv-cache-dtype", "fp8")
+    assert (result["provenance"]["kv_cache_dtype"], result["identical_to_plain"]) == ("fp8", None)
+
+
+@pytest.mark.parametrize("verb", MODEL_VERBS)
+def test_no_verb_has_an_option_twice(verb: str) -> None:
+    names = flags(verb)
     assert len(set(names)) == len(names)
 
 

@@ -314,6 +314,21 @@ def test_prompts_may_be_records_with_ids_and_categories(tmp_path: Path) -> None:
         AblationConfig({"p": {"target": "t"}}, prompts=(chat, chat))
 
 
+def test_compare_keeps_keys_and_values_as_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For every candidate, those without a draft too."""
+    seen: list[Any] = []
+
+    def stop(config: Any, *rest: Any) -> Any:
+        seen.append(config)
+        raise SpecdecError("seen")
+
+    monkeypatch.setattr("specdec.research.ablation.store.Plan.make", stop)
+    typed = ("--draft", "demo-draft", "--strategy", "suffix", "--prompt", "a", "--kv-cache-dtype", "fp8")
+    assert CliRunner().invoke(app, ["compare", "--target", "demo-target", *typed]).exit_code == 2
+    assert len(seen[0].pairs) == 2
+    assert {pair.kv_cache_dtype for pair in seen[0].pairs.values()} == {"fp8"}
+
+
 def test_compare_keeps_the_ids_and_categories_of_a_prompt_file(tmp_path: Path) -> None:
     (tmp_path / "mine.jsonl").write_text('{"prompt": "a", "id": "x", "category": "code"}\n{"prompt": "b"}\n')
     given = Prompts(prompt=["typed"], prompt_file=[tmp_path / "mine.jsonl"]).entries()

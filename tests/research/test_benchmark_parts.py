@@ -14,6 +14,7 @@ import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
+from specdec import SpeculativeDecoder
 from specdec.cli import app
 from specdec.cli.bench import bench_config
 from specdec.config import from_dict, load_yaml
@@ -28,7 +29,7 @@ from specdec.research.bench.contenders.hf import left_padded
 from specdec.research.bench.pair import Pair, items, long_rows
 from specdec.research.bench.scenario import ScenarioRun
 from specdec.research.models import smollm2
-from specdec.research.models.choice import ModelChoice, bytes_read, parameter_bytes, placed
+from specdec.research.models.choice import ModelChoice, Models, bytes_read, parameter_bytes, placed
 from specdec.research.models.inflate import coarsen
 from specdec.research.prompts.datasets import load_prompts
 from tests.helpers.tiny import tiny_model
@@ -42,6 +43,29 @@ PLAIN: dict[str, Any] = {"contenders": {"plain": {"kind": "specdec"}}, "scenario
 @pytest.fixture(scope="module")
 def pair() -> Pair:
     return Pair.build(ModelChoice(device="cpu"))
+
+
+def test_a_benchmark_keeps_keys_and_values_as_its_file_or_the_command_line_says(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without exact mode the texts of chains then need not be plain decoding's, in float32 either."""
+    monkeypatch.setattr(SpeculativeDecoder, "_self_test", lambda self: None)
+    models = Models(pair.target, pair.draft, pair.tokenizer, None, pair.device, "float32")
+    monkeypatch.setattr(ModelChoice, "load", lambda self: models)
+    file = tmp_path / "bench.yaml"
+    file.write_text(yaml.safe_dump({**PLAIN, "models": {"device": "cpu", "kv_cache_dtype": "fp8"}}))
+    config = bench_config(file, {})
+    assert config.models.kv_cache_dtype == config.to_dict()["models"]["kv_cache_dtype"] == "fp8"
+    assert bench_config(file, {"kv_cache_dtype": "fp8_e5m2"}).models.kv_cache_dtype == "fp8_e5m2"
+    built = Pair.build(config.models)
+    assert built.decoder("off", "auto").target.kv_cache_dtype == "fp8"
+    for exact, must in (("auto", False), (True, True)):
+        options: dict[str, Any] = {"kind": "specdec", "exact": exact}
+        order = [make_contender(name, {**options, "strategies": s}) for name, s in (("plain", ()), ("own", "suffix"))]
+        for contender in order:
+            contender.enter(built)
+        scenario = ScenarioRun("one", Scenario(), built, [], order, None, lambda what: None)
+        assert scenario._plain_for(order[1]) == ("plain", must)
 
 
 # -- configs ---------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from specdec.config import as_list
 from specdec.decoder import SpeculativeDecoder
 from specdec.decoding.provenance import hash_template
 from specdec.errors import SpecdecError
+from specdec.models.kv_cache import kv_dtype
 from specdec.research.bench.config import Scenario
 from specdec.research.models.choice import ModelChoice, facts, parameter_bytes
 from specdec.research.prompts.choice import DataChoice
@@ -20,13 +21,17 @@ from specdec.research.prompts.datasets import Prompt, encode_texts, load_prompts
 
 @dataclass
 class Pair:
-    """Target and draft on the device, tokenizer, and decoders of them. Contenders leave the models as they are."""
+    """Target and draft on the device, tokenizer, and decoders of them. Contenders leave the models as they are.
+
+    kv_cache_dtype: of every decoder; None = the models' dtype.
+    """
 
     target: Any
     draft: Any
     tokenizer: Any
     device: torch.device
     dtype: torch.dtype
+    kv_cache_dtype: str | None = None
     decoders: dict[Any, SpeculativeDecoder] = field(default_factory=dict)
 
     @staticmethod
@@ -34,7 +39,8 @@ class Pair:
         """Raises SpecdecError for what cannot be loaded."""
         models = choice.load()
         target, draft = models.built()
-        return Pair(target, draft, models.tokenizer, models.device, getattr(torch, models.dtype))
+        dtype = getattr(torch, models.dtype)
+        return Pair(target, draft, models.tokenizer, models.device, dtype, choice.kv_cache_dtype)
 
     def decoder(self, compile: str, exact: Any) -> SpeculativeDecoder:
         """The decoder of these settings; contenders that differ in their strategies alone share it.
@@ -45,9 +51,15 @@ class Pair:
         if key not in self.decoders:
             if not self.decoders:
                 SpeculativeDecoder(self.target, self.draft, self.tokenizer)
-            options: dict[str, Any] = {"compile": compile, "exact": exact, "check": False}
+            options: dict[str, Any] = {"compile": compile, "exact": exact, "kv_cache_dtype": self.kv_cache_dtype}
+            options["check"] = False
             self.decoders[key] = SpeculativeDecoder(self.target, self.draft, self.tokenizer, **options)
         return self.decoders[key]
+
+    @property
+    def ties_are_narrow(self) -> bool:
+        """True if passes of different width differ too little to decide a text: float32, and caches in it."""
+        return self.dtype == torch.float32 and kv_dtype(self.kv_cache_dtype) is None
 
     @property
     def eos(self) -> list[int]:

@@ -168,13 +168,13 @@ class ScenarioRun:
 
     def _plain_for(self, contender: Contender) -> tuple[str | None, bool]:
         """The contender to compare with, and whether ids must be equal: of the same passes, and of one shape (exact)
-        or in float32."""
+        or in float32 with caches in it."""
         own = [c for c in self.order if isinstance(c, Own) and c.plain]
         if isinstance(contender, Own):
             twin = next((c for c in own if contender.comparable_with(c)), None)
             if twin is not None:
                 exact = contender.decoder.resolve_exact(contender.generation.exact, contender.strategies)
-                return twin.name, exact or self.pair.dtype == torch.float32
+                return twin.name, exact or self.pair.ties_are_narrow
         return (own[0].name if own else None), False
 
     def _summarise(self) -> None:

@@ -148,7 +148,7 @@ def run_exactness(
             decoder = None  # the old target goes before the new one comes
             progress(f"building the target in {group.dtype}")
             target, draft = models.built(group.dtype, keep=True)
-            decoder = SpeculativeDecoder(target, draft, models.tokenizer)
+            decoder = SpeculativeDecoder(target, draft, models.tokenizer, kv_cache_dtype=config.kv_cache_dtype)
             result["models"] = {"target": facts(target), "draft": facts(draft)}
             result["content"][group.dtype] = _content(decoder)
         assert decoder is not None

@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 
 from specdec.errors import SpecdecError
+from specdec.models.kv_cache import kv_dtype
 from specdec.models.loading import LoadedPair, pick_device
 from specdec.research.models.inflate import Inflation, check_coarsening, coarsen, inflate
 from specdec.research.models.smollm2 import fetch_folder
@@ -29,6 +30,7 @@ class ModelChoice:
     coarsen: strength of the rounding that makes the draft of the target, in [0, 1]; None = 0.2.
     device: None = a GPU if there is one, else the CPU.
     dtype: None = bfloat16 on a GPU, float32 on a CPU.
+    kv_cache_dtype: what specdec keeps keys and values in, as `PairConfig` has it.
     """
 
     target: str = "demo-target"
@@ -37,11 +39,13 @@ class ModelChoice:
     coarsen: float | None = None
     device: str | None = None
     dtype: str | None = None
+    kv_cache_dtype: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "coarsen", check_coarsening(self.draft, self.coarsen, "models: "))
         if self.dtype is not None and self.dtype not in DTYPES:
             raise SpecdecError(f"models: dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        kv_dtype(self.kv_cache_dtype)
 
     def names(self) -> dict[str, str | None]:
         """Target and draft without this machine's paths."""
