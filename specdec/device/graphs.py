@@ -17,6 +17,7 @@ Recording hides in the small `Recorder` protocol, so that all else here runs, an
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import logging
 import threading
@@ -27,6 +28,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from weakref import WeakSet
 
 import torch
 
@@ -103,6 +105,9 @@ I = TypeVar("I", bound=Buffers)  # noqa: E741
 R = TypeVar("R", bound=Buffers)
 
 
+_recorded: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
+
+
 class Recorder(Protocol):
     """Makes a function repeatable."""
 
@@ -117,6 +122,14 @@ class Recorder(Protocol):
 def side_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the stream for warm-up, one per device: cuBLAS keeps tens of megabytes for each stream it met."""
     return torch.cuda.Stream(device)
+
+
+@atexit.register
+def _let_go() -> None:
+    """Drop all recordings of a process that ends: a communicator waits for those that hold it before it goes."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        for graph in list(_recorded):
+            graph.reset()
 
 
 class CudaRecorder:
@@ -160,6 +173,7 @@ class CudaRecorder:
 
     def record(self, run: Callable[[], R]) -> tuple[Callable[[], None], R]:
         graph = torch.cuda.CUDAGraph()
+        _recorded.add(graph)
         random = torch.cuda.default_generators[self.device.index or 0]
         state = random.clone_state()
         try:

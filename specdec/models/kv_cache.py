@@ -5,6 +5,9 @@ slot every token of the pass goes; slot index = position in the sequence, so a r
 the next write overwrites, and the mask hides the rest until then. Slot `L` is the *trash slot*: padding tokens are
 written there. It is never read, because reads stop at `kv_len <= L`.
 
+Buffers of layers that are alike are parts of one tensor (`Shelf`), so that one kernel moves slots of all of them: the
+accepted path of a tree took two kernels a buffer, a twentieth of a round of a 32-layer target on a GPU.
+
 Keys and values may be kept in 8 bits (KV_DTYPES), rounded when they are written and widened when a layer reads them.
 The buffers then hold bytes, so that copies and trimming stay as they are.
 
@@ -22,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -72,39 +75,93 @@ class Views:
     kv_len: int
 
 
+class Form(NamedTuple):
+    """What a layer keeps of a token. kind: "keys" or "values"; heads and width: [H_kv, D]; dtype: of the model."""
+
+    kind: str
+    heads: int
+    width: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(kind: str, states: Tensor) -> Form:
+        """Return the form of states or of a buffer, [B, H_kv, S, D]."""
+        return Form(kind, states.shape[1], states.shape[3], states.dtype, states.device)
+
+
+class Shelf:
+    """Makes the buffers of a cache's layers, at zero.
+
+    known: layers by what they keep, as an earlier cache of the model has shown. Those that are alike become parts of
+        one tensor; each is a tensor over its part of the memory and no view, so that compiled code sees it alone.
+    made: everything stored, by kind and layers: [n, B, H_kv, L + 1, D]
+    """
+
+    def __init__(self, batch: int, capacity: int, kept_in: torch.dtype | None, known: Mapping[Form, tuple[int, ...]]):
+        self.batch, self.slots, self.kept_in, self.known = batch, capacity + 1, kept_in, known
+        self.made: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+
+    def make(self, layer: int, form: Form) -> Tensor:
+        """Return the buffer [B, H_kv, L + 1, D] of a layer, by its number."""
+        shape = (self.batch, form.heads, self.slots, form.width)
+        alike = self.known.get(form, ())
+        if layer not in alike:
+            alike = (layer,)
+        dtype = torch.uint8 if self.kept_in else form.dtype
+        block = self.made.get((form.kind, alike))
+        if block is None:
+            block = torch.zeros((len(alike), *shape), dtype=dtype, device=form.device)
+            self.made[form.kind, alike] = block
+        start = alike.index(layer) * block.stride(0)
+        own = torch.empty(0, dtype=dtype, device=form.device)
+        return own.set_(block.untyped_storage(), start, shape, block.stride()[1:])
+
+
+def alike(layers: Sequence[Any]) -> dict[Form, tuple[int, ...]]:
+    """Group layers of a cache by what they keep; those whose parts of a tensor would lie askew are left out."""
+    groups: dict[Form, tuple[int, ...]] = {}
+    for number, layer in enumerate(layers):
+        for form in layer.forms:
+            # Kernels read 16 bytes at once where memory allows it, here in 8 bits too.
+            if form.width % 16 == 0:
+                groups[form] = (*groups.get(form, ()), number)
+    return groups
+
+
 class RaggedLayer(CacheLayerMixin):
     """One layer's buffers, allocated at the first update: only then are the widths known (MLA: K and V differ)."""
 
     is_compileable = True
 
-    def __init__(self, batch: int, capacity: int, kept_in: torch.dtype | None = None):
+    def __init__(self, number: int, shelf: Shelf):
         super().__init__()
-        self.batch = batch
-        self.capacity = capacity
-        self.kept_in = kept_in
+        self.number, self.shelf = number, shelf
+        self.batch, self.capacity, self.kept_in = shelf.batch, shelf.slots - 1, shelf.kept_in
+        self.forms: tuple[Form, ...] = ()  # of keys and of values
         self.aim: Aim | None = None
         self.views: Views | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        def zeros(like: Tensor) -> Tensor:
-            shape = (self.batch, like.shape[1], self.capacity + 1, like.shape[3])
-            return torch.zeros(shape, dtype=torch.uint8 if self.kept_in else like.dtype, device=like.device)
+        self.allocate((Form.of("keys", key_states), Form.of("values", value_states)))
 
-        self.keys, self.values = zeros(key_states), zeros(value_states)
-        self.dtype, self.device = key_states.dtype, key_states.device
+    def allocate(self, forms: tuple[Form, ...]) -> None:
+        """Allocate the buffers. forms: of keys and of values"""
+        self.keys, self.values = (self.shelf.make(self.number, form) for form in forms)
+        self.forms, self.dtype, self.device = forms, forms[0].dtype, forms[0].device
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write `[B', H_kv, S, D]` at the aimed slots; return the rows' buffers up to `kv_len` (views, no copy, unless
         they are kept in 8 bits)."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
         if self.kept_in is None:
             return self._update(key_states, value_states)
         keys, values = self._update(_rounded(key_states, self.kept_in), _rounded(value_states, self.kept_in))
         return keys.view(self.kept_in).to(key_states.dtype), values.view(self.kept_in).to(value_states.dtype)
 
     def _update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
         assert self.aim is not None
         aim = self.aim.on(self.device)
         if key_states.shape[2] != aim.slots.shape[1]:
@@ -175,12 +232,20 @@ class RaggedCache(Cache):
     It stores keys and values; its owner counts the rows' lengths (decoding/engine.py, drafters/draft_model/core.py).
     recurrent: it also has states of recurrent layers (models/recurrent_state.py)
     kept_in: a dtype of KV_DTYPES; None = the model's
+    known: layers by what they keep (`alike` of another cache); those that are alike share tensors
     """
 
     def __init__(
-        self, n_layers: int, batch: int, capacity: int, recurrent: bool = False, kept_in: torch.dtype | None = None
+        self,
+        n_layers: int,
+        batch: int,
+        capacity: int,
+        recurrent: bool = False,
+        kept_in: torch.dtype | None = None,
+        known: Mapping[Form, tuple[int, ...]] | None = None,
     ):
-        super().__init__(layers=[RaggedLayer(batch, capacity, kept_in) for _ in range(n_layers)])
+        self.shelf = Shelf(batch, capacity, kept_in, known or {})
+        super().__init__(layers=[RaggedLayer(number, self.shelf) for number in range(n_layers)])
         self.batch = batch
         self.kept_in = kept_in
         self.capacity = capacity
@@ -209,7 +274,7 @@ class RaggedCache(Cache):
     def _layer(self, index: int) -> RaggedLayer:
         """Return a layer by its number. A model that runs its layers several times has more of them here."""
         while index >= len(self.layers):
-            self.layers.append(RaggedLayer(self.batch, self.capacity, self.kept_in))
+            self.layers.append(RaggedLayer(len(self.layers), self.shelf))
             self.layers[-1].aim = self.aimed
         layer: RaggedLayer = self.layers[index]
         return layer
@@ -261,30 +326,26 @@ class RaggedCache(Cache):
         Targets differ within a row, but for the trash slot.
         """
         index = torch.stack([torch.arange(self.batch, device=source.device)[:, None].expand_as(source), source, target])
-        for layer in self.filled:
-            index = moved(index, layer.keys.device)
-            row, source, target = index
-            for buffer in (layer.keys, layer.values):
-                buffer[row, :, target] = buffer[row, :, source]
+        for buffers in self.shelf.made.values():
+            row, source, target = index = moved(index, buffers.device)
+            buffers[:, row, :, target] = buffers[:, row, :, source]
 
     def wipe(self, row: int, start: int) -> None:
         """Zero a row from slot `start` on before another text: a NaN left there would poison it through the mask."""
-        for layer in self.filled:
-            layer.keys[row, :, start:] = 0
-            layer.values[row, :, start:] = 0
+        for buffers in self.shelf.made.values():
+            buffers[:, row, :, start:] = 0
 
     def wipe_rows(self, starts: Mapping[int, int]) -> None:
-        """Wipe several rows, row -> first slot, with one kernel a buffer."""
+        """Wipe several rows, row -> first slot, with one kernel for all layers that are alike."""
         if len(starts) == 1:
             self.wipe(*next(iter(starts.items())))
             return
         first = np.full((self.batch, 1), self.capacity + 1)
         first[list(starts), 0] = list(starts.values())
         hidden = torch.from_numpy(np.arange(self.capacity + 1) >= first)[:, None, :, None]
-        for layer in self.filled:
-            hidden = moved(hidden, layer.keys.device)
-            layer.keys.masked_fill_(hidden, 0)
-            layer.values.masked_fill_(hidden, 0)
+        for buffers in self.shelf.made.values():
+            hidden = moved(hidden, buffers.device)
+            buffers.masked_fill_(hidden, 0)
 
     def copy_row_from(self, other: RaggedCache, source: int, target: int, length: int) -> None:
         """Copy `length` slots of another cache's row `source` into this cache's row `target`."""
@@ -298,15 +359,21 @@ class RaggedCache(Cache):
         alone, pairs = len(copies) == 1, [copy[:2] for copy in copies]
         index: Any = pairs[0] if alone else torch.tensor(pairs).reshape(-1, 2).T
         length = max((n for *_, n in copies), default=0)
-        for number, theirs in enumerate(other.layers if copies else ()):
-            if not theirs.is_initialized:  # it reads another layer's keys and values
-                continue
-            mine = self._layer(number)
+        for mine, theirs in self._beside(other) if copies else ():
+            source, target = index = index if alone else moved(index, theirs.device)
+            mine[:, target, :, :length] = theirs[:, source, :, :length]
+
+    def _beside(self, other: RaggedCache) -> list[tuple[Tensor, Tensor]]:
+        """Return this cache's buffers and those of the same layers of another one, [n, B, H_kv, L + 1, D] each."""
+        layers = [(self._layer(i), theirs) for i, theirs in enumerate(other.layers) if theirs.is_initialized]
+        for mine, theirs in layers:
             if not mine.is_initialized:
-                mine.lazy_initialization(theirs.keys, theirs.values)
-            source, target = index = index if alone else moved(index, theirs.keys.device)
-            mine.keys[target, :, :length] = theirs.keys[source, :, :length]
-            mine.values[target, :, :length] = theirs.values[source, :, :length]
+                mine.allocate(theirs.forms)
+        made = self.shelf.made
+        if made.keys() == other.shelf.made.keys():
+            return [(made[key], buffers) for key, buffers in other.shelf.made.items()]
+        pairs = [pair for mine, theirs in layers for pair in ((mine.keys, theirs.keys), (mine.values, theirs.values))]
+        return [(mine[None], theirs[None]) for mine, theirs in pairs]
 
 
 @dataclass
@@ -431,7 +498,12 @@ class CachePool:
         self.coarse = coarse
         self.recurrent = recurrent
         self.kept_in = kept_in
+        self.known: dict[Form, tuple[int, ...]] = {}
         self.idle: RaggedCache | None = None
+
+    def learn(self, cache: RaggedCache) -> None:
+        """Note what the model's layers keep, as passes over `cache` have shown: caches made later share tensors."""
+        self.known = self.known or alike(cache.layers)
 
     def room(self, capacity: int) -> int:
         """Return the capacity that a cache for `capacity` tokens per row gets."""
@@ -453,12 +525,13 @@ class CachePool:
 
     def make(self, batch: int, capacity: int) -> RaggedCache:
         """Make a cache that is nobody's but the caller's."""
-        return RaggedCache(self.n_layers, batch, capacity, self.recurrent, self.kept_in)
+        return RaggedCache(self.n_layers, batch, capacity, self.recurrent, self.kept_in, self.known)
 
     def give_back(self, cache: RaggedCache) -> None:
         """Take a cache back, once, unless it is another pool's: the model's layers or dtype may have changed since."""
         if cache.pool is self:
             self.idle, cache.pool = cache, None
+            self.learn(cache)
 
 
 def kv_dtype(name: str | None) -> torch.dtype | None:

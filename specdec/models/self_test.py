@@ -162,6 +162,7 @@ class _SelfTest:
         starts = [start + len(branch), self.shared]
         chunk = self._feed(cache, fed, starts) if any(fed) else torch.empty((2, 0, self.runner.vocab_size))
         last = self._feed(cache, [self.first[n - 1 :], self.second[n - 1 :]], [n - 1] * 2)
+        runner.pool.learn(cache)
         chunks = [(row, starts[row], chunk[row, : len(ids)]) for row, ids in enumerate(fed)]
         return [(0, start, branch), *chunks, *((row, n - 1, last[row, :1]) for row in (0, 1))]
 

@@ -15,12 +15,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from transformers.distributed import DistributedConfig
 
+from specdec.device.sums import add, shared_memory
 from specdec.errors import SpecdecError
 from specdec.models.kinds import attention_heads, layer_configs
 
@@ -61,13 +61,17 @@ class Columns(nn.Linear):
 
 
 class Rows(nn.Linear):
-    """A projection that takes some columns of its input from each process of `group`, which add their parts."""
+    """A projection that takes some columns of its input from each process of `group`, which add their parts.
+
+    shared, name: what `shared_memory` gives for the group, and its name
+    """
 
     group: Any
+    name: str
+    shared: Tensor | None
 
     def forward(self, x: Tensor) -> Tensor:
-        out = F.linear(x, _own(self.weight))
-        dist.all_reduce(out, group=self.group)
+        out = add(F.linear(x, _own(self.weight)), self.shared, self.group, self.name)
         return out if self.bias is None else out + _own(self.bias)
 
 
@@ -83,7 +87,9 @@ def share_forwards(model: nn.Module) -> None:
         if style is not None and type(module) is nn.Linear and isinstance(weight, DTensor):
             vars(module).pop("forward", None)
             module.__class__ = style
-            vars(module)["group"] = weight.device_mesh.get_group()
+            group = weight.device_mesh.get_group()
+            vars(module).update(group=group, name=group.group_name)
+            vars(module)["shared"] = shared_memory(group, weight.dtype, weight.to_local().device)
 
 
 def _own(weight: Any) -> Any:

@@ -158,3 +158,36 @@ def test_layers_without_keys_of_their_own_are_left_out() -> None:
     assert [layer.is_initialized for layer in other.layers] == [False, True, False, False, True]
     cache.wipe(0, 0)
     assert cache.layers[1].keys[0].any() == 0
+
+
+@pytest.mark.parametrize("kept_in", [None, torch.float8_e4m3fn])
+def test_layers_that_are_alike_share_tensors_and_hold_what_layers_alone_hold(kept_in: torch.dtype | None) -> None:
+    widths = [16, 16, 32, 16, 8, 8]  # two of eight numbers: their parts of a tensor would lie askew
+    pool = CachePool(len(widths), kept_in=kept_in)
+
+    def filled(cache: RaggedCache) -> RaggedCache:
+        generator = torch.Generator().manual_seed(1)
+        cache.aim(torch.tensor([[0, 1, 2], [3, 4, CAPACITY]]), slice(0, 2), 5)
+        for layer, width in enumerate(widths):
+            given = [torch.randn(2, 2, 3, width, generator=generator) for _ in range(2)]
+            assert all(t.shape == (2, 2, 5, width) for t in cache.update(*given, layer))
+        cache.compact(torch.tensor([[2, 1], [4, 3]]), torch.tensor([[1, 2], [0, CAPACITY]]))
+        cache.wipe(0, 2)
+        cache.copy_row_from(cache, 1, 0, 1)
+        cache.wipe_rows({0: 4, 1: 5})
+        return cache
+
+    alone = filled(pool.lease(2, CAPACITY))
+    pool.give_back(alone)
+    together, other = filled(pool.make(2, CAPACITY)), pool.make(3, CAPACITY + 2)
+    assert len(alone.shelf.made) == 12
+    assert [len(layers) for _, layers in together.shelf.made] == [3, 3, 1, 1, 1, 1, 1, 1]
+    assert together.nbytes == alone.nbytes == sum(t.nbytes for t in together.shelf.made.values())
+    other.copy_rows_from(together, [(0, 2, 5), (1, 0, 3)])
+    third = pool.make(3, CAPACITY + 2)
+    third.copy_rows_from(alone, [(0, 2, 5), (1, 0, 3)])  # of another structure
+    for a, b, c, d in zip(alone.layers, together.layers, other.layers, third.layers, strict=True):
+        for kind in ("keys", "values"):
+            assert torch.equal(getattr(a, kind), getattr(b, kind))
+            assert torch.equal(getattr(b, kind)[0, :, :5], getattr(c, kind)[2, :, :5])
+            assert torch.equal(getattr(c, kind), getattr(d, kind))

@@ -76,19 +76,23 @@ def test_more_than_two_parts_have_no_exact_mode(monkeypatch: pytest.MonkeyPatch)
         decoder.resolve_exact(True)
 
 
-@pytest.fixture(scope="module")
-def spread(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict], dict]:
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, TWO_GPUS])])
+def spread(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict], dict]:
     """What two processes found, and what one does."""
     folder = tmp_path_factory.mktemp("ranks")
     paths = checkpoint(folder / "target"), checkpoint(folder / "draft", noise=0.02)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    run = subprocess.run(
-        [*command, on_ranks.__file__, *map(str, paths), str(folder)], env=environment, capture_output=True, text=True
-    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    if request.param == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    command += [on_ranks.__file__, *map(str, paths), str(folder)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr[-3000:]
     found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
-    alone = SpeculativeDecoder.from_pretrained(*paths, device="cpu", dtype="float32")
+    alone = SpeculativeDecoder.from_pretrained(*paths, device=request.param, dtype="float32")
     wanted = {**on_ranks.outcomes(alone), "compilations": on_ranks.compilations(alone)}
     return found, json.loads(json.dumps(wanted))
 
