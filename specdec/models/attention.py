@@ -30,7 +30,9 @@ from specdec.models.trees import TreePass
 RAGGED = "specdec_ragged"
 MATMUL = "specdec_matmul"  # the same fold, as two products with a softmax between them instead of one fused kernel
 FOLDED = (RAGGED, MATMUL)
-SUMMED = 8  # folded queries up to which compiled code takes scores as sums instead of a matrix product
+# Compiled code takes scores as sums instead of a matrix product up to so many folded queries, or so few scores of all
+# rows and K/V heads together: a draft model's, but not a large target's (docs/speed.md).
+SUMMED, SUMMED_SCORES = 8, 40_000
 SUPPORTED = (*FOLDED, "sdpa", "eager")
 
 Mask = Tensor | dict[str, Any]  # by kind of layer; None for layers that attend to nothing
@@ -61,7 +63,8 @@ def ragged_attention(
     mask = attention_mask
     if mask is not None and mask.shape[2] != folded.shape[2]:  # a layer with other groups than most, or not folded
         mask = mask[:, :, :length].repeat(1, 1, groups, 1)
-    if softcap is None and s_aux is None and torch.compiler.is_compiling() and folded.shape[2] <= SUMMED:
+    few = folded.shape[2] <= SUMMED or folded[..., 0].numel() * key.shape[2] <= SUMMED_SCORES
+    if softcap is None and s_aux is None and few and torch.compiler.is_compiling():
         out = _summed_attention(folded, key, value, mask, scaling or width**-0.5)
     elif fused and softcap is None and s_aux is None:
         if mask is not None and mask.dtype not in (torch.bool, query.dtype):  # a model of several dtypes
@@ -133,14 +136,15 @@ def check_attention(name: str | None) -> str:
     return name
 
 
-def fastest(device_type: str, queries: int, kv_len: int) -> str:
+def fastest(device_type: str, queries: int, kv_len: int, compiled: bool = False) -> str:
     """Return the faster of specdec's own two. queries: folded queries per K/V head, all rows together.
 
     The fused kernel splits the queries among a GPU's processors, but not the keys: few queries on long texts leave most
-    of them idle. With many queries the scores, which the products write and read again, are large. Measured on an H100
-    (docs/speed.md). A rule and not a trial, because in half precision another choice is another text.
+    of them idle. With many queries the scores, which the products write and read again, are large. Compiled code fuses
+    the softmax with what surrounds it, so that there products are faster on short texts too. Measured on an H100 and an
+    H200 (docs/speed.md). A rule and not a trial, because in half precision another choice is another text.
     """
-    return MATMUL if device_type == "cuda" and kv_len >= 2048 and queries <= 128 else RAGGED
+    return MATMUL if device_type == "cuda" and (compiled or kv_len >= 2048) and queries <= 128 else RAGGED
 
 
 def _groups(config: Any) -> int:

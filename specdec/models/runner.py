@@ -380,7 +380,8 @@ class Runner:
             arguments["output_hidden_states"] = True
         attention = None
         if self.own_attention:
-            attention = fastest(self.device.type, key.batch * key.width * self.masks.groups, key.kv_len)
+            queries = key.batch * key.width * self.masks.groups
+            attention = fastest(self.device.type, queries, key.kv_len, forward is not None)
         if self.gaps:
             vars(self.gaps[-1])["given"] = inputs.states
         fused = nullcontext() if self.fusion is None or self.view.private else self.fusion.on()
