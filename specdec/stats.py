@@ -262,6 +262,15 @@ class Stats:
     draft_passes: int = 0
     times: Times = field(default_factory=Times)
 
+    @staticmethod
+    def pooled(calls: Sequence[Stats]) -> Stats:
+        """Put the rounds of several calls together, as those of one, with the requests that were skipped."""
+        skipped: dict[str, int] = {}
+        for name, counters in (entry for call in calls for entry in call.counters.items()):
+            skipped[name] = skipped.get(name, 0) + counters.n_skipped
+        rows = [row for call in calls for row in call.rows]
+        return Stats(rows=rows, counters={name: Counters(n_skipped=count) for name, count in skipped.items()})
+
     @property
     def total(self) -> Tally:
         """All rounds pooled."""

@@ -17,7 +17,7 @@ from specdec.cli.options import AsJson, Group, Pair, with_groups
 from specdec.errors import SpecdecError
 from specdec.files.compact_json import write_json
 from specdec.files.texts import check_readable, check_writable
-from specdec.research.bench.document import without_rows
+from specdec.research.bench.document import warned, without_rows
 from specdec.stats import PER_TESTED
 
 if TYPE_CHECKING:
@@ -106,6 +106,8 @@ def bench(
         else:
             result, show, passed = _exactness(subject, of_exactness, save)
     save(result)
+    for line in warned(result):
+        output.warn(line)
     if as_json:
         output.print_json(result)
     else:

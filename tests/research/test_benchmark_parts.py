@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,17 @@ from specdec.cli import app
 from specdec.cli.bench import bench_config
 from specdec.config import from_dict, load_yaml
 from specdec.decoding.provenance import hash_ids, hash_template
+from specdec.drafters import Draft
 from specdec.errors import SpecdecError
 from specdec.files.own_code import search_folder
 from specdec.research.bench import profile, run, targets
 from specdec.research.bench.config import BenchConfig, DataChoice, Scenario, Target
-from specdec.research.bench.contenders import make_contender
+from specdec.research.bench.contenders import Own, make_contender
 from specdec.research.bench.contenders.base import until_end
 from specdec.research.bench.contenders.hf import left_padded
-from specdec.research.bench.pair import Pair, items, long_rows
+from specdec.research.bench.document import warned
+from specdec.research.bench.pair import Item, Pair, items, long_rows
+from specdec.research.bench.passes import PassCosts
 from specdec.research.bench.scenario import ScenarioRun
 from specdec.research.models import smollm2
 from specdec.research.models.choice import ModelChoice, Models, bytes_read, parameter_bytes, placed
@@ -66,6 +70,60 @@ def test_a_benchmark_keeps_keys_and_values_as_its_file_or_the_command_line_says(
             contender.enter(built)
         scenario = ScenarioRun("one", Scenario(), built, [], order, None, lambda what: None)
         assert scenario._plain_for(order[1]) == ("plain", must)
+
+
+class Useless:
+    """Drafts a token that the target hardly ever writes."""
+
+    name = "useless"
+
+    def begin(self, row: int, prompt: Any) -> None:
+        pass
+
+    def draft(self, requests: Any) -> list[Draft]:
+        return [Draft([1]) for _ in requests]
+
+    def accept(self, row: int, n_accepted: int, is_other: bool) -> None:
+        pass
+
+
+def test_drafts_that_contribute_nothing_are_named_by_all_calls_of_a_scenario_together(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each call alone is too short to tell. A mode that this machine does not have is named too."""
+    monkeypatch.setattr(Own, "passes", property(lambda self: ("off", "auto")))  # one decoder
+    options: dict[str, Any] = {"plain": {}, "useless": {"strategies": [Useless()], "compile": "graph"}}
+    order = [make_contender(name, {"kind": "specdec", **given}) for name, given in options.items()]
+    for contender in order:
+        contender.enter(pair)
+    monkeypatch.setattr("specdec.research.bench.scenario.pass_costs", lambda *arguments: PassCosts(1.0, 1.0, 0.0))
+    calls = [Item((str(i),), ((5 + i, 6, 7, 5 + i, 6),)) for i in range(3)]
+    setting = Scenario(prompts=3, max_new_tokens=36, repeats=1, ignore_eos=True)
+    run = ScenarioRun("one", setting, pair, calls, order, None, lambda what: None)
+    found = run.run()["contenders"]
+    [drafts, *modes] = found["useless"]["warnings"]
+    assert re.match("strategy 'useless' contributes nothing: 0 of 1[0-9]{2} drafted tokens", drafts)
+    run_as = "run with compile='off' in place of 'graph': the model does not allow it"
+    assert modes == [f"passes of the {role} {run_as}" for role in ("target", "draft")]
+    assert "warnings" not in found["plain"]
+    assert all(not out.stats.hardly_accepted() for (name, _), out in run.firsts.items() if name == "useless")
+    assert warned({"scenarios": {"one": {"contenders": found}}}) == [
+        f"one: useless: {line}" for line in (drafts, *modes)
+    ]
+
+
+def test_bench_prints_the_warnings_of_every_kind_once_on_standard_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    suites = {"s": {"skipped": "no network"}, "t": {"skipped": "no", "warnings": {"speculative": ["a", "b"]}}}
+    monkeypatch.setattr("specdec.research.bench.smoke.run_smoke", lambda *arguments: {"suites": suites})
+    monkeypatch.setattr("specdec.research.bench.smoke.equal", lambda result: True)
+    done = CliRunner().invoke(app, ["bench", "--smoke", "--json"])
+    assert [line.partition("t: ")[2] for line in done.stderr.splitlines()] == ["speculative: a", "speculative: b"]
+    group = {"part": "sampling", "dtype": "float32", "batch": 8, "exact": True, "rule": "match"}
+    groups = [
+        {**group, "runs": {"chain": {"warnings": ["c"]}, "late": {"skipped": "late"}}},
+        {**group, "skipped": "no"},
+    ]
+    assert warned({"groups": groups}) == ["sampling, float32, batch 8, exact, match: chain: c"]
 
 
 # -- configs ---------------------------------------------------------------------------------------------------------

@@ -52,6 +52,19 @@ def commit() -> str | None:
     return found.stdout.strip() + ("+" if state.stdout.strip() else "") if found.returncode == 0 else None
 
 
+def warned(result: Mapping[str, Any]) -> list[str]:
+    """The warnings in a result, each with its place: a file's scenarios, --smoke's suites and --exactness' groups."""
+    places = {name: scenario["contenders"] for name, scenario in result.get("scenarios", {}).items()}
+    found = [(place, name, entry.get("warnings", ())) for place, e in places.items() for name, entry in e.items()]
+    for place, suite in result.get("suites", {}).items():
+        found += [(place, name, lines) for name, lines in suite.get("warnings", {}).items()]
+    for group in result.get("groups", ()):
+        words = [group["part"], group["dtype"], f"batch {group['batch']}", "exact" if group["exact"] else "not exact"]
+        place = ", ".join([*words, *([group["rule"]] if group["rule"] else [])])
+        found += [(place, name, run.get("warnings", ())) for name, run in group.get("runs", {}).items()]
+    return [f"{place}: {name}: {line}" for place, name, lines in found for line in lines]
+
+
 def without_rows(result: Any) -> Any:
     """The summary of a result: without the rows of single calls (`runs`), and of each report on a row its verdict."""
     if not isinstance(result, Mapping):

@@ -31,7 +31,7 @@ class ScenarioRun:
     until: time of `time.perf_counter` at which it should be over: no repeat starts that would end later, but the first.
     entries: what the result says of each contender.
     runs: one entry a call.
-    references: token ids of every contender's first run, by its name and the number of the call.
+    firsts: every contender's first run, by its name and the number of the call.
     stopped: whether somebody interrupted it; its entry is then of the whole repeats, or of the calls of the first.
     """
 
@@ -44,7 +44,7 @@ class ScenarioRun:
     progress: Progress
     entries: dict[str, dict[str, Any]] = field(default_factory=dict)
     runs: list[dict[str, Any]] = field(default_factory=list)
-    references: dict[tuple[str, int], list[list[int]]] = field(default_factory=dict)
+    firsts: dict[tuple[str, int], Output] = field(default_factory=dict)
     stopped: bool = False
 
     def run(self) -> dict[str, Any]:
@@ -119,7 +119,7 @@ class ScenarioRun:
                 place = {"contender": contender.name, "repeat": repeat, "call": i, "seconds": seconds}
                 counted = {name: value for name, value in output.figures.items() if name != "compile"}
                 done.append((contender, output, {**place, "tokens": sum(map(len, output.token_ids)), **counted}))
-                self.references.setdefault((contender.name, i), output.token_ids)
+                self.firsts.setdefault((contender.name, i), output)
         for contender, output, run in done:
             if "compile" in output.figures:
                 self.entries[contender.name]["compile"] = output.figures["compile"]
@@ -153,10 +153,10 @@ class ScenarioRun:
     def _compare(self, contender: Contender, i: int, rows: Sequence[Sequence[int]]) -> bool | None:
         """Whether the rows of a call are plain decoding's; None where there is nothing to compare with."""
         plain, must = self._plain_for(contender)
-        theirs = self.references.get((plain, i)) if plain is not None else None
+        theirs = self.firsts.get((plain, i)) if plain is not None else None
         if theirs is None:
             return None
-        places = [first_difference(a, b) for a, b in zip(rows, theirs, strict=True)]
+        places = [first_difference(a, b) for a, b in zip(rows, theirs.token_ids, strict=True)]
         blank = {"compared_with": plain, "must": must, "rows": 0, "equal": 0, "first_difference": None}
         entry = self.entries[contender.name].setdefault("equality", blank)
         entry["rows"], entry["equal"] = entry["rows"] + len(places), entry["equal"] + places.count(None)
@@ -182,6 +182,8 @@ class ScenarioRun:
         for contender in self.order:
             runs, entry = groups[contender.name], self.entries[contender.name]
             entry |= figures.summary(runs)
+            if lines := contender.warnings([o for (name, _), o in self.firsts.items() if name == contender.name]):
+                entry["warnings"] = lines
             first = self.order[0].name
             if contender.name != first:
                 entry[f"over_{first}"] = figures.speed_ratio(runs, groups[first]).to_dict()

@@ -153,6 +153,8 @@ def measure(suite: Suite, progress: Progress = lambda what: None) -> dict[str, A
     runs = [{**run, "category": categories[calls[run["call"]].ids[0]]} for run in found["runs"]]
     names = ("prompts", "prompt_tokens", "prompt_hashes", "chat_template", "interrupted")
     asked = {name: found[name] for name in names if name in found}
+    if warnings := {name: e["warnings"] for name, e in found["contenders"].items() if "warnings" in e}:
+        asked["warnings"] = warnings
     return {"settings": suite.settings(), **asked, "summary": summarise(runs), "runs": runs}
 
 

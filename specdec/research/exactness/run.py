@@ -219,7 +219,9 @@ class Comparison:
             raise KeyboardInterrupt
         assert out.provenance["exact"] == self.group.exact
         stats, total = out.stats, out.stats.total
+        warnings = out.provenance["warnings"]
         return out, {
+            **({"warnings": warnings} if warnings else {}),
             "seconds": seconds,
             "tokens": stats.emitted_tokens,
             "tokens_per_second": stats.emitted_tokens / seconds,

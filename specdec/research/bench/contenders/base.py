@@ -8,15 +8,21 @@ from typing import Any, ClassVar
 
 from specdec.research.bench.config import options_of
 from specdec.research.bench.pair import Pair
+from specdec.stats import Stats
 
 
 @dataclass
 class Output:
-    """What a run gave: ids that were generated, a list a row (the end token included); figures that can be summed over
-    runs, for those who count."""
+    """What a run gave.
+
+    token_ids: ids that were generated, a list a row, the end token included
+    figures: what can be summed over runs, for those who count
+    stats: the call's rounds, for those who keep them
+    """
 
     token_ids: list[list[int]]
     figures: dict[str, Any] = field(default_factory=dict)
+    stats: Stats | None = None
 
 
 class Contender:
@@ -54,6 +60,10 @@ class Contender:
     def run(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, ignore_eos: bool) -> Output:
         """Continue the prompts, all in one call. Whatever it raises is recorded as its failure."""
         raise NotImplementedError
+
+    def warnings(self, outputs: Sequence[Output]) -> list[str]:
+        """Say what a reader of its figures should know; outputs: of one run of every call of a scenario."""
+        return []
 
 
 def until_end(row: Sequence[int], ends: Sequence[int]) -> list[int]:

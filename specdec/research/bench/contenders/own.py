@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -12,10 +12,11 @@ from specdec.decoding.acceptance import find_rule
 from specdec.decoding.validation import check_chain, check_generation
 from specdec.device.graphs import check_compile
 from specdec.drafters import make_drafters
+from specdec.drafters.chain import chain_labels
 from specdec.errors import SpecdecError
 from specdec.research.bench.contenders.base import Contender, Output
 from specdec.research.bench.pair import sampled
-from specdec.stats import Positions
+from specdec.stats import Positions, Stats, contributes_nothing
 from specdec.version import __version__
 
 DRAFTING = {"acceptance", "draft_length", "length_policy", "costs"}  # options that change no token of a comparable run
@@ -99,7 +100,28 @@ class Own(Contender):
         out = self.decoder.generate([list(p) for p in prompts], max_new_tokens, **options, **self.generate_options)
         if "interrupted" in out.finish_reasons:
             raise KeyboardInterrupt
-        return Output(out.token_ids, {**_figures(out), "compile": out.provenance["compile"]})
+        return Output(out.token_ids, {**_figures(out), "compile": out.provenance["compile"]}, out.stats)
+
+    def warnings(self, outputs: Sequence[Output]) -> list[str]:
+        """Name strategies that contribute nothing, by the rounds of all calls together (one is too short to tell), and
+        passes that do not run as the options say."""
+        drafters = dict(zip(chain_labels(self.strategies), self.strategies, strict=True))
+        useless = Stats.pooled([o.stats for o in outputs if o.stats is not None]).hardly_accepted()
+        found = [contributes_nothing(name, tally, drafters.get(name)) for name, tally in useless.items()]
+        for role, report in (entry for o in outputs for entry in o.figures.get("compile", {}).items()):
+            found += [line for line in _fallbacks(role, report, self.options.compile) if line not in found]
+        return found
+
+
+def _fallbacks(role: str, report: Mapping[str, Any], asked: str) -> Iterator[str]:
+    """What a model's compile report has of modes and recordings that could not be had. `auto` asks for no mode."""
+    if asked != "auto" and report["mode"] != asked:
+        why = report.get("reason") or "the model does not allow it"
+        yield f"passes of the {role} run with compile={report['mode']!r} in place of {asked!r}: {why}"
+    if failure := report.get("failure"):
+        yield f"passes of the {role} are not recorded: {failure}"
+    if report.get("no_room"):
+        yield f"passes of the {role} run eagerly where no memory was left to record them"
 
 
 def _figures(out: Any) -> dict[str, Any]:
