@@ -41,9 +41,9 @@ def _made(group: Any, dtype: torch.dtype, device: torch.device) -> Tensor | None
     near = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) == size <= torch.cuda.device_count()
     others = [i for i in range(size) if i != device.index]
     near = near and all(torch.cuda.can_device_access_peer(device, other) for other in others)
-    found = _opened(group, dtype, device) if near else None
     every: list[Any] = [None] * size
     with sync_allowed(device):
+        found = _opened(group, dtype, device) if near else None
         dist.all_gather_object(every, found is not None, group=group)
     return found if all(every) else None
 
@@ -54,10 +54,13 @@ def _opened(group: Any, dtype: torch.dtype, device: torch.device) -> Tensor | No
     try:
         found = symmetric.empty(LARGEST // dtype.itemsize, dtype=dtype, device=device)
         symmetric.rendezvous(found, group)
-        return found
-    except RuntimeError as error:
+        ones = torch.ones((2, 64), dtype=dtype, device=device)
+        if bool((_add(ones, found, group.group_name) == dist.get_world_size(group)).all()):
+            return found
+        log.warning("processes add their parts through NCCL: a sum over shared memory went wrong")
+    except (AttributeError, RuntimeError) as error:  # a torch without these functions, or a host that forbids it
         log.warning("processes add their parts through NCCL: %s", first_line(error))
-        return None
+    return None
 
 
 def add(part: Tensor, shared: Tensor | None, group: Any, name: str) -> Tensor:
@@ -74,8 +77,11 @@ def add(part: Tensor, shared: Tensor | None, group: Any, name: str) -> Tensor:
 # The compiler must not look inside: later versions of it would take the shared memory for a buffer of its own.
 @torch.library.custom_op("specdec::add_parts", mutates_args=())
 def _add(part: Tensor, shared: Tensor, name: str) -> Tensor:
-    own = shared[: part.numel()]  # each process waits for the others before it reads, and before it goes on
-    return torch.ops.symm_mem.one_shot_all_reduce_copy(own, part.contiguous(), "sum", name)
+    part = part.contiguous()
+    own = shared[: part.numel()].view_as(
+        part
+    )  # each process waits for the others before it reads, and before it goes on
+    return torch.ops.symm_mem.one_shot_all_reduce_copy(own, part, "sum", name)
 
 
 @_add.register_fake
