@@ -124,6 +124,7 @@ def race(p: Tensor, stream: Tensor) -> Tensor:
 
 
 BLOCK = 1024  # ids that one processor of a GPU compares
+FEW = 8  # largest scores that compiled code looks for one after another
 
 
 def best(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -131,12 +132,17 @@ def best(logits: Tensor) -> tuple[Tensor, Tensor]:
     if not torch.compiler.is_compiling():
         token = logits.argmax(dim=-1)
         return token, logits.gather(-1, token[..., None])[..., 0].isfinite()
-    # The compiler gives a whole row to one processor. So the best of each block comes first, then the best of these.
-    padded = F.pad(logits, (0, -logits.shape[-1] % BLOCK), value=float("-inf"))
-    values, places = padded.reshape(*logits.shape[:-1], -1, BLOCK).max(dim=-1)
+    value, token = _best_by_blocks(logits)
+    return token, value.isfinite()
+
+
+def _best_by_blocks(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest of scores [..., V] and its id, in a form for the compiler, which gives a whole row to one
+    processor: the best of each block first, then the best of these."""
+    padded = F.pad(scores, (0, -scores.shape[-1] % BLOCK), value=float("-inf"))
+    values, places = padded.reshape(*scores.shape[:-1], -1, BLOCK).max(dim=-1)
     block = values.argmax(dim=-1, keepdim=True)
-    token = (block * BLOCK + places.gather(-1, block))[..., 0]
-    return token, values.amax(dim=-1).isfinite()
+    return values.amax(dim=-1), (block * BLOCK + places.gather(-1, block))[..., 0]
 
 
 def largest(scores: Tensor, count: int, blocks: bool | None = None) -> tuple[Tensor, Tensor]:
@@ -145,6 +151,8 @@ def largest(scores: Tensor, count: int, blocks: bool | None = None) -> tuple[Ten
     blocks: take the largest of each block first; None: on a GPU, where one row would keep few processors busy
     """
     count, width = min(count, scores.shape[-1]), scores.shape[-1]
+    if count <= FEW and torch.compiler.is_compiling():
+        return _largest_in_turn(scores, count)
     if not (scores.is_cuda if blocks is None else blocks) or count > BLOCK or width <= 4 * BLOCK:
         return scores.topk(count)  # type: ignore[return-value]
     padded = F.pad(scores, (0, -width % BLOCK), value=float("-inf"))
@@ -152,6 +160,19 @@ def largest(scores: Tensor, count: int, blocks: bool | None = None) -> tuple[Ten
     values, chosen = found.flatten(-2).topk(count)
     ids = places + torch.arange(places.shape[-2], device=scores.device)[:, None] * BLOCK
     return values, ids.flatten(-2).gather(-1, chosen).clamp(max=width - 1)
+
+
+def _largest_in_turn(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Do `largest` by a search for each of a few, which the compiler makes short kernels of; one that sorts takes longer.
+
+    Where fewer scores are finite, the ids of the others may be the same.
+    """
+    ids, found = torch.arange(scores.shape[-1], device=scores.device), []
+    for _ in range(count):
+        found.append(_best_by_blocks(scores))
+        scores = scores.masked_fill(ids == found[-1][1][..., None], float("-inf"))
+    values, tokens = zip(*found, strict=True)
+    return torch.stack(values, dim=-1), torch.stack(tokens, dim=-1)
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ def compilations(decoder: SpeculativeDecoder) -> tuple[int, list[int]]:
     """Compilations of a pass that is traced whole, and the likeliest token after each of its tokens."""
     runner, counter = Runner(decoder.target.model), CompileCounterWithBackend("aot_eager")
     runner.compiled = compiled_forward(runner.view.model, runner.config, "inductor", counter, parts=False)
-    fed, shapes = torch.tensor(PROMPTS[:1]), Shapes.choose(runner.device, False, 16)
+    fed, shapes = torch.tensor(PROMPTS[:1], device=runner.device), Shapes.choose(runner.device, False, 16)
     out = runner.step(runner.pool.make(1, 16), shapes, fed, [0], [fed.shape[1]])
     return counter.frame_count, out.logits[0].argmax(dim=-1).tolist()
 

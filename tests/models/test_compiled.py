@@ -313,14 +313,20 @@ def test_the_best_token_is_the_same_in_blocks(width: int) -> None:
     assert sound.tolist() == expected.amax(dim=-1).isfinite().tolist() == best(logits)[1].tolist()
 
 
+def in_compiled_code(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`largest`, traced."""
+    return torch.compile(lambda given: largest(given, count), backend="aot_eager", fullgraph=True)(scores)
+
+
+@pytest.mark.parametrize("found", [lambda scores, n: largest(scores, n, blocks=True), in_compiled_code])
 @pytest.mark.parametrize("width", [5000, 49152, 128256])
-def test_the_largest_are_the_same_in_blocks(width: int) -> None:
+def test_the_largest_are_the_same_in_blocks_and_in_turn(width: int, found: Callable) -> None:
     torch.manual_seed(0)
     scores = torch.randn(2, 7, width)
     scores[0, 1, : width - 2] = float("-inf")  # fewer than are asked for, at the end
     scores[0, 2], scores[0, 3, 5] = float("-inf"), float("nan")
     scores[1, 4, [7, width - 1]] = float("inf")
-    values, ids = largest(scores, 4, blocks=True)
+    values, ids = found(scores, 4)
     assert ids.max() < width
     torch.testing.assert_close(values, scores.topk(4).values, rtol=0, atol=0, equal_nan=True)
     exist = values > float("-inf")
