@@ -163,7 +163,7 @@ def largest(scores: Tensor, count: int, blocks: bool | None = None) -> tuple[Ten
 
 
 def _largest_in_turn(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Do `largest` by a search for each of a few, which the compiler makes short kernels of; one that sorts takes longer.
+    """Do `largest` by a search for each of a few: short kernels, where one that sorts takes long.
 
     Where fewer scores are finite, the ids of the others may be the same.
     """
