@@ -47,6 +47,7 @@ def chain(
     Raises SpecdecError for an unknown strategy or option.
     """
     from specdec.drafters import make_drafters
+    from specdec.drafters.options import check_effects
 
     if text is None and not translate:
         return None if known is None else tuple(known)
@@ -58,6 +59,7 @@ def chain(
             raise SpecdecError("--translate needs the strategy draft-model and a draft model: give --draft")
         for model in models:
             model.translate = model.translate or True
+            check_effects(model)
     return tuple(drafters)
 
 

@@ -28,7 +28,7 @@ from specdec.drafters.draft import (  # noqa: F401 - what drafters are made of c
     pad_vocabulary,
     proposal_distribution,
 )  # fmt: skip
-from specdec.drafters.options import check_options, state
+from specdec.drafters.options import check_effects, check_options, state
 from specdec.errors import SpecdecError
 from specdec.files.fields import WIDEST
 from specdec.models.passes import ALL_LAYERS
@@ -120,8 +120,9 @@ class Drafter:
     )
 
     def __post_init__(self) -> None:
-        """Check the parameters whose bounds are declared. Raises SpecdecError."""
+        """Check the parameters whose bounds are declared, and that all have an effect. Raises SpecdecError."""
         check_options(self)
+        check_effects(self)
 
     # -- what every strategy has -----------------------------------------------------------------------------------
 

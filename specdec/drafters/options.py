@@ -62,10 +62,30 @@ def make_strategy(strategy: Any, name: str, options: Mapping[str, Any], typed: b
     """
     idle = {option: why for option, why in without_effect(strategy, options).items() if option in options}
     made = make_object(strategy, name, {k: v for k, v in options.items() if k not in idle}, "strategy")
-    for option, why in idle.items():
-        if typed or options[option] != getattr(made, option, None):
-            raise SpecdecError(f"{name}: {option}={options[option]!r} has no effect: {why}; leave it out")
+    _refuse_idle(name, options, idle, None if typed else made)
     return made
+
+
+def check_effects(drafter: Any) -> None:
+    """Raise SpecdecError for a parameter of an object that has no effect beside its others. One that is as it would be
+    anyway says nothing, as in a mapping. Called before any parameter is changed."""
+    declared = {f.name: f.default for f in fields(drafter) if f.init}
+    values = {name: getattr(drafter, name) for name in declared}
+    idle = {name: why for name, why in without_effect(type(drafter), values).items() if name in values}
+    idle = {name: why for name, why in idle.items() if values[name] is not None and values[name] != declared[name]}
+    if idle:
+        try:
+            anyway = type(drafter)(**{name: value for name, value in values.items() if name not in idle})
+        except TypeError:  # a subclass whose arguments are not its fields
+            anyway = None
+        _refuse_idle(drafter.name, values, idle, anyway)
+
+
+def _refuse_idle(name: str, values: Mapping[str, Any], idle: Mapping[str, str], anyway: Any) -> None:
+    """Raise SpecdecError for an idle parameter, unless a strategy that was made without it has the same value."""
+    for option, why in idle.items():
+        if anyway is None or values[option] != getattr(anyway, option, None):
+            raise SpecdecError(f"{name}: {option}={values[option]!r} has no effect: {why}; leave it out")
 
 
 def _checked(default: Any, check: Callable[[str, Any], None], optional: bool = False) -> Any:

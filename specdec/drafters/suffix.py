@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,6 +84,12 @@ class Suffix(RowDrafter):
             self.store = SuffixStore(depth=self.depth)
         self._orders, self._loudness = self._tables()
         self._rows: dict[int, SuffixIndex] = {}
+
+    @classmethod
+    def without_effect(cls, options: Mapping[str, Any]) -> Mapping[str, str]:
+        if (least := options.get("min_token_prob")) is not None:
+            return dict.fromkeys(("p_min", "novelty", "gap_cost"), f"min_token_prob={least} chooses without votes")
+        return {} if options.get("p_min") else {"novelty": "it is about how certain votes are, which `p_min` asks"}
 
     def _tables(self) -> tuple[list[float], np.ndarray]:
         """Build two tables by the number of agreeing tokens, [2 * depth + 1] each.

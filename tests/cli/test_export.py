@@ -27,8 +27,8 @@ GIVEN = {
     ),
     "prompt-lookup": ("n_max=7", "ngram_max=5", "ngram_min=2", "match=earliest"),
     "suffix": (
-        *("n_max=7", "p_min=0.4", "depth=9", "voters=3", "order_weight=2", "half_age=9", "gap_cost=null", "novelty=3"),
-        *("min_match=2", "max_spec_factor=2", "min_token_prob=0.2", "remember=true"),
+        *("n_max=7", "p_min=0.4", "depth=9", "voters=3", "order_weight=2", "half_age=9", "gap_cost=null"),
+        *("p_min=0.4:novelty=3", "min_match=2", "max_spec_factor=2", "min_token_prob=0.2", "remember=true"),
     ),
     "eagle3": ("n_max=7", "nodes=20", "nodes=20:top_k=5", "nodes=20:depth=3", "nodes=auto", "tree=3x2"),
     "dflash": ("n_max=7", "mask_token_id=3"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,13 @@ def test_bad_parameters_are_refused(options: dict[str, Any], message: str, tmp_p
     head = saved(tmp_path, head_config(tiny_model("llama", num_hidden_layers=4), [1])) if options else None
     with pytest.raises(SpecdecError, match=message):
         DFlash(head, **options)
+
+
+def test_a_head_in_memory_has_its_own_mask(tmp_path: Path) -> None:
+    loaded = DFlash(saved(tmp_path, head_config(tiny_model("llama", num_hidden_layers=4), [1])))._head
+    with pytest.raises(SpecdecError, match="dflash: mask_token_id=3 has no effect: a BlockHead has its own"):
+        DFlash(loaded, mask_token_id=3)
+    assert replace(DFlash(loaded), n_max=2).n_max == 2
 
 
 def test_a_head_for_another_target_is_refused_by_name(tmp_path: Path) -> None:

@@ -74,8 +74,8 @@ class Watched(Eagle3):
     made: list[tuple[list[int], Draft]]
 
 
-def watched(head: EagleHead, n_max: int = 3, **options: Any) -> Watched:
-    made = Watched(head, n_max=n_max, **options)
+def watched(head: EagleHead, **options: Any) -> Watched:
+    made = Watched(head, **(options or {"n_max": 3}))
     made.seen, made.made = [], []  # the copies of all calls share them
     return made
 
@@ -153,7 +153,7 @@ def test_a_head_that_has_learnt_the_text_is_accepted() -> None:
     decoder = SpeculativeDecoder(model, check=False)
     plain = decoder.generate(PROMPTS, max_new_tokens=24, strategies=[])
     texts = [prompt + ids for prompt, ids in zip(PROMPTS, plain.token_ids, strict=True)]
-    strategy = watched(trained_head(model, texts), 4)
+    strategy = watched(trained_head(model, texts), n_max=4)
     out = decoder.generate(PROMPTS, max_new_tokens=24, strategies=[strategy], batch_size=2)
     assert out.token_ids == plain.token_ids
     assert out.stats.acceptance_length > 1.5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from typer.testing import CliRunner
 
 from specdec import SpeculativeDecoder
 from specdec.cli import app
+from specdec.cli.inputs import chain
 from specdec.cli.options import Prompts
 from specdec.config import dump_yaml
-from specdec.drafters import make_drafters
+from specdec.drafters import find_strategy, make_drafters, parse_strategy
 from specdec.errors import SpecdecError
 from specdec.files.texts import write_atomically
 from specdec.research.ablation import AblationConfig, load_ablation, run_ablation
@@ -76,22 +78,58 @@ def test_k_is_no_setting_of_a_tree_whose_options_fix_it() -> None:
         ("eagle3:head=demo-head:tree=2x2:n_max=3", ("n_max=3 has no effect", "tree=2x2")),
         ("eagle3:head=demo-head:tree=2x2:depth=3", ("depth=3 has no effect", "tree=2x2")),
         ("eagle3:head=demo-head:depth=3", ("depth=3 has no effect", "nodes")),
+        ("eagle3:head=demo-head:top_k=3", ("top_k=3 has no effect", "nodes")),
         ("draft-model:tree=2x2:n_max=3", ("n_max=3 has no effect", "tree=2x2")),
-        ({"name": "eagle3", "head": "demo-head", "top_k": 3}, ("top_k=3 has no effect", "nodes")),
+        ("draft-model:p_split=0.3", ("p_split=0.3 has no effect", "branches")),
+        ("draft-model:branches=1:p_split=0.3", ("p_split=0.3 has no effect", "branches")),
+        ("draft-model:tree=2x2:p_split=0.3", ("p_split=0.3 has no effect", "tree=2x2")),
+        ("draft-model:tree=opt-8:top_n=4", ("top_n=4 has no effect", "tree=opt-8")),
+        ("draft-model:tree=2x2:preset=llama-2026", ("preset='llama-2026' has no effect", "tree=2x2")),
+        ("draft-model:branches=3:overlap=true", ("overlap=True has no effect", "chains")),
+        ("draft-model:p_min=0.3:overlap=true", ("overlap=True has no effect", "p_min")),
+        ("draft-model:translate=true:p_min=0.3", ("p_min=0.3 has no effect", "translate=True")),
+        ("draft-model:translate=intersection:overlap=true", ("overlap=True has no effect", "translate=intersection")),
+        ("suffix:min_token_prob=0.1:gap_cost=3", ("gap_cost=3 has no effect", "min_token_prob=0.1")),
+        ("suffix:min_token_prob=0.1:p_min=0.3", ("p_min=0.3 has no effect", "min_token_prob=0.1")),
+        ("suffix:novelty=3", ("novelty=3 has no effect", "p_min")),
     ],
 )
-def test_an_option_without_effect_is_refused(strategy: Any, words: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("form", ["text", "mapping", "object"])
+def test_an_option_without_effect_is_refused(strategy: str, words: tuple[str, ...], form: str) -> None:
+    """In the same words for a text, for an entry of a YAML file, and for an object in Python."""
+    name, options = parse_strategy(strategy)
+    entry = strategy if form == "text" else {"name": name, **options}
+    if form != "text" and options.get("n_max") == 5:
+        options["n_max"] = 6  # here a default says nothing
+        entry, words = {"name": name, **options}, (words[0].replace("5", "6"), *words[1:])
     with pytest.raises(SpecdecError) as error:
-        make_drafters([strategy], has_draft=True)
+        find_strategy(name)(**options) if form == "object" else make_drafters([entry], has_draft=True)
     assert all(word in str(error.value) for word in words)
+    assert str(error.value).endswith("; leave it out")
     assert "\n" not in str(error.value)
 
 
 def test_all_parameters_of_a_strategy_make_it_again() -> None:
-    for text in ("draft-model:tree=2x2", "draft-model:tree=opt-8:n_max=3", "draft-model:n_max=3", "suffix:n_max=3"):
-        [made] = make_drafters([text], has_draft=True)
-        [again] = make_drafters([{"name": made.name, **made.parameters()}], has_draft=True)
+    """As a mapping, which a result's provenance has, and as a copy with another parameter."""
+    trees = ("draft-model:tree=2x2", "draft-model:tree=opt-8:n_max=3", "draft-model:branches=3", "eagle3:nodes=8")
+    chains = ("draft-model:n_max=3", "draft-model:translate=true", "draft-model:preset=llama-classic", "suffix:n_max=3")
+    for text in (*trees, *chains, "suffix:min_token_prob=0.1", "suffix:p_min=0.1:novelty=3", "early-exit:layers=2"):
+        [made] = make_drafters([text + ":head=demo-head" * text.startswith("eagle3")], has_draft=True)
+        options = {k: v for k, v in made.parameters().items() if k != "notes"}
+        [again] = make_drafters([{"name": made.name, **options}], has_draft=True)
         assert again.parameters() == made.parameters()
+        assert replace(made).parameters() == made.parameters()
+
+
+def test_mtp_has_no_options_of_trees() -> None:
+    with pytest.raises(SpecdecError, match="unknown option of strategy 'mtp' 'top_k'"):
+        make_drafters(["mtp:top_k=3"], has_draft=True)
+
+
+def test_translate_on_the_command_line_leaves_no_option_without_effect() -> None:
+    assert chain("draft-model:n_max=3", translate=True)
+    with pytest.raises(SpecdecError, match=r"draft-model: p_min=0.3 has no effect: translate=True"):
+        chain("draft-model:p_min=0.3", translate=True)
 
 
 @pytest.mark.parametrize(

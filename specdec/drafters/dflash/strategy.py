@@ -9,8 +9,9 @@ Cost: one pass of the head a round, whatever the length, and no host read. Rows,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -95,6 +96,10 @@ class DFlash(ChainHead):
         check_whole("dflash: n_max", self.n_max, 1)
         if self.n_max >= block:
             raise SpecdecError(f"dflash: n_max={self.n_max}, and the head drafts at most {block - 1} tokens at once")
+
+    @classmethod
+    def without_effect(cls, options: Mapping[str, Any]) -> Mapping[str, str]:
+        return {"mask_token_id": "a BlockHead has its own"} if isinstance(options.get("head"), BlockHead) else {}
 
     def steps(self, k: int) -> int:
         return 1

@@ -78,11 +78,11 @@ class DraftModel(CoreDrafter):
     def __post_init__(self) -> None:
         if self.preset is not None and self.preset not in PRESETS:
             raise SpecdecError(f"unknown draft-model preset {self.preset!r}; known: {', '.join(PRESETS)}")
+        super().__post_init__()
         self._automatic = self.n_max is None and self.n_min is None and self.preset is None and not self.translate
         for name, value in (DEFAULTS | PRESETS.get(self.preset or "", {})).items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
-        super().__post_init__()
         check_steps(self)
         self._check_tree()
         texts = self.replacements.items() if isinstance(self.replacements, Mapping) else [(self.replacements, None)]
@@ -97,8 +97,25 @@ class DraftModel(CoreDrafter):
 
     @classmethod
     def without_effect(cls, options: Mapping[str, Any]) -> Mapping[str, str]:
-        tree = options.get("tree")
-        return {} if tree is None or parse_opt(tree) else {"n_max": f"tree={tree} fixes the shape"}
+        tree, translate, found = options.get("tree"), options.get("translate"), {}
+        branches = isinstance(options.get("branches"), int) and options["branches"] > 1
+        if options.get("p_min"):
+            found["overlap"] = (
+                "only drafts whose length is fixed overlap with the target's pass, and p_min ends them early"
+            )
+        if translate:
+            found["overlap"] = f"translate={translate} drafts after the target's pass"
+        if translate in (True, "text"):
+            found |= dict.fromkeys(("p_min", "n_min", "top_n"), f"translate={translate} drafts n_max tokens of text")
+        if tree is not None or branches:
+            found["overlap"] = "only chains overlap with the target's pass"
+        if tree is not None:
+            found |= dict.fromkeys(("p_split", "top_n"), f"tree={tree} does not ask how certain the draft is")
+        elif not branches:
+            found["p_split"] = "it is of trees, which `branches` makes"
+        if tree is not None and not parse_opt(tree):
+            found |= dict.fromkeys(("n_max", "preset"), f"tree={tree} fixes the shape")
+        return found
 
     def _check_tree(self) -> None:
         self._best = parse_opt(self.tree)

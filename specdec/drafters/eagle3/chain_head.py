@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specdec.drafters.base import pad_vocabulary
 from specdec.drafters.eagle3.strategy import Eagle3
-from specdec.drafters.options import check_options
+from specdec.drafters.options import check_effects, check_options
 
 
 class TargetHead:
@@ -46,4 +46,9 @@ class ChainHead(Eagle3):
 
     def __post_init__(self) -> None:
         check_options(self)
+        check_effects(self)
         self._pools = {}
+
+    @classmethod
+    def without_effect(cls, options: Mapping[str, Any]) -> Mapping[str, str]:
+        return {}

@@ -45,6 +45,7 @@ from specdec.drafters.eagle3.dynamic_tree import TreePasses
 from specdec.drafters.eagle3.formats import check_fit, load_head
 from specdec.drafters.eagle3.head import EagleHead
 from specdec.drafters.eagle3.rows import HeadInputs, HeadRows
+from specdec.drafters.options import check_effects
 from specdec.drafters.planned_tree import PlanInputs, Planned, PlannedTrees, PlanShape, TreeKey
 from specdec.drafters.tree_plan import parse_opt, parse_plan, plan_parents, upper_levels
 from specdec.errors import SpecdecError
@@ -108,6 +109,7 @@ class Eagle3(Drafter):
             check_whole('eagle3: nodes (or "auto")', self.nodes, 0)
         check_whole("eagle3: top_k", self.top_k, 1)
         check_whole("eagle3: depth", self.depth, 0)
+        check_effects(self)
         if isinstance(self.head, EagleHead):
             if self.config:
                 raise SpecdecError("eagle3: config goes with a folder; an EagleHead has its own")
