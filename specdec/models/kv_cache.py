@@ -5,8 +5,8 @@ slot every token of the pass goes; slot index = position in the sequence, so a r
 the next write overwrites, and the mask hides the rest until then. Slot `L` is the *trash slot*: padding tokens are
 written there. It is never read, because reads stop at `kv_len <= L`.
 
-Buffers of layers that are alike are parts of one tensor (`Shelf`), so that one kernel moves slots of all of them: the
-accepted path of a tree took two kernels a buffer, a twentieth of a round of a 32-layer target on a GPU.
+A target's buffers of layers that are alike are parts of one tensor (`Shelf`), so that one kernel moves slots of all of
+them: the accepted path of a tree took two kernels a buffer, a twentieth of a round of a 32-layer target on a GPU.
 
 Keys and values may be kept in 8 bits (KV_DTYPES), rounded when they are written and widened when a layer reads them.
 The buffers then hold bytes, so that copies and trimming stay as they are.
@@ -483,6 +483,8 @@ class CachePool:
 
     A call *leases* a cache and gives it back when it ends. Two generators that are open at the same time never share
     one: the second finds the pool empty and allocates its own.
+
+    known: layers by what they keep; set by the self-test if caches should share tensors
     """
 
     def __init__(
@@ -500,10 +502,6 @@ class CachePool:
         self.kept_in = kept_in
         self.known: dict[Form, tuple[int, ...]] = {}
         self.idle: RaggedCache | None = None
-
-    def learn(self, cache: RaggedCache) -> None:
-        """Note what the model's layers keep, as passes over `cache` have shown: caches made later share tensors."""
-        self.known = self.known or alike(cache.layers)
 
     def room(self, capacity: int) -> int:
         """Return the capacity that a cache for `capacity` tokens per row gets."""
@@ -531,7 +529,6 @@ class CachePool:
         """Take a cache back, once, unless it is another pool's: the model's layers or dtype may have changed since."""
         if cache.pool is self:
             self.idle, cache.pool = cache, None
-            self.learn(cache)
 
 
 def kv_dtype(name: str | None) -> torch.dtype | None:

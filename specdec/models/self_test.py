@@ -11,6 +11,7 @@ length inside attention), or if rows depend on one another. If only trees are wr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from specdec.device.transfer import to_device
 from specdec.errors import SpecdecError
 from specdec.files.texts import first_line
 from specdec.models.checkpoint import first_not_finite
-from specdec.models.kv_cache import RaggedCache
+from specdec.models.kv_cache import RaggedCache, alike
 from specdec.models.quantised import is_quantised
 from specdec.models.runner import UNBOUNDED, Runner, Shapes
 from specdec.models.self_test_causes import cause, plain_cause
@@ -53,6 +54,8 @@ def self_test(runner: Runner, role: str) -> None:
     if runner.recurrence is None:
         fault = test.fault(expected, tree=True, far=True)
         if fault is None:
+            if role == "target":  # only its rounds move slots
+                runner.pool.known = alike(test.layers)
             return
         if test.fault(expected, tree=True, far=False) is None:
             raise SpecdecError(
@@ -80,6 +83,7 @@ class _SelfTest:
 
     def __init__(self, runner: Runner):
         self.runner = runner
+        self.layers: list[Any] = []  # of the cache of the last passes
         self.precise = runner.dtype == torch.float32 and not is_quantised(runner.model)
         window = runner.masks.window
         self.length = min(window + TAIL if window is not None and window <= 64 else LENGTH, runner.context)
@@ -162,7 +166,7 @@ class _SelfTest:
         starts = [start + len(branch), self.shared]
         chunk = self._feed(cache, fed, starts) if any(fed) else torch.empty((2, 0, self.runner.vocab_size))
         last = self._feed(cache, [self.first[n - 1 :], self.second[n - 1 :]], [n - 1] * 2)
-        runner.pool.learn(cache)
+        self.layers = cache.layers
         chunks = [(row, starts[row], chunk[row, : len(ids)]) for row, ids in enumerate(fed)]
         return [(0, start, branch), *chunks, *((row, n - 1, last[row, :1]) for row in (0, 1))]
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from specdec.models.kv_cache import CachePool, KeptRows, RaggedCache, common_prefix, kv_cache_bytes, kv_widths
+from specdec.models.kv_cache import CachePool, KeptRows, RaggedCache, alike, common_prefix, kv_cache_bytes, kv_widths
 from specdec.models.trees import Paths
 
 HEADS, WIDTH, CAPACITY = 2, 4, 6
@@ -177,8 +177,8 @@ def test_layers_that_are_alike_share_tensors_and_hold_what_layers_alone_hold(kep
         cache.wipe_rows({0: 4, 1: 5})
         return cache
 
-    alone = filled(pool.lease(2, CAPACITY))
-    pool.give_back(alone)
+    alone = filled(pool.make(2, CAPACITY))
+    pool.known = alike(alone.layers)
     together, other = filled(pool.make(2, CAPACITY)), pool.make(3, CAPACITY + 2)
     assert len(alone.shelf.made) == 12
     assert [len(layers) for _, layers in together.shelf.made] == [3, 3, 1, 1, 1, 1, 1, 1]
