@@ -45,7 +45,7 @@ from specdec.models.runner import Runner, Shapes
 from specdec.sampling.sampling import Purpose, best, race, streams
 from specdec.sampling.texts import Drafted
 
-RECORDED_STEPS = (1, 2, 3, 5, 8, 12, 16, 24, 32, 48, 64)
+RECORDED_STEPS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
 CATCH_UP = 16  # a longer gap is prefilled; a shorter one is fed by the first draft pass
 OWN = 2  # most tokens that the cache lacks after a draft of its own; more are missing after others' drafts
 
