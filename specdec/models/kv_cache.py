@@ -96,11 +96,13 @@ class Shelf:
     known: layers by what they keep, as an earlier cache of the model has shown. Those that are alike become parts of
         one tensor; each is a tensor over its part of the memory and no view, so that compiled code sees it alone.
     made: everything stored, by kind and layers: [n, B, H_kv, L + 1, D]
+    layers: how many there are, which are numbered in the order in which they are made
     """
 
     def __init__(self, batch: int, capacity: int, kept_in: torch.dtype | None, known: Mapping[Form, tuple[int, ...]]):
         self.batch, self.slots, self.kept_in, self.known = batch, capacity + 1, kept_in, known
         self.made: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+        self.layers = 0
 
     def make(self, layer: int, form: Form) -> Tensor:
         """Return the buffer [B, H_kv, L + 1, D] of a layer, by its number."""
@@ -134,13 +136,24 @@ class RaggedLayer(CacheLayerMixin):
 
     is_compileable = True
 
-    def __init__(self, number: int, shelf: Shelf):
+    def __init__(self, shelf: Shelf):
         super().__init__()
-        self.number, self.shelf = number, shelf
+        self.number, self.shelf = shelf.layers, shelf
+        shelf.layers += 1
         self.batch, self.capacity, self.kept_in = shelf.batch, shelf.slots - 1, shelf.kept_in
         self.forms: tuple[Form, ...] = ()  # of keys and of values
         self.aim: Aim | None = None
         self.views: Views | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RaggedLayer:
+        """Make another layer of the same cache, as models that run their layers several times do."""
+        other = RaggedLayer(self.shelf)
+        other.aim = self.aim
+        if self.is_initialized:
+            other.allocate(self.forms)
+            other.keys.copy_(self.keys)
+            other.values.copy_(self.values)
+        return other
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.allocate((Form.of("keys", key_states), Form.of("values", value_states)))
@@ -245,7 +258,7 @@ class RaggedCache(Cache):
         known: Mapping[Form, tuple[int, ...]] | None = None,
     ):
         self.shelf = Shelf(batch, capacity, kept_in, known or {})
-        super().__init__(layers=[RaggedLayer(number, self.shelf) for number in range(n_layers)])
+        super().__init__(layers=[RaggedLayer(self.shelf) for _ in range(n_layers)])
         self.batch = batch
         self.kept_in = kept_in
         self.capacity = capacity
@@ -274,7 +287,7 @@ class RaggedCache(Cache):
     def _layer(self, index: int) -> RaggedLayer:
         """Return a layer by its number. A model that runs its layers several times has more of them here."""
         while index >= len(self.layers):
-            self.layers.append(RaggedLayer(len(self.layers), self.shelf))
+            self.layers.append(RaggedLayer(self.shelf))
             self.layers[-1].aim = self.aimed
         layer: RaggedLayer = self.layers[index]
         return layer

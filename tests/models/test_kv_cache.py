@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import numpy as np
 import pytest
 import torch
@@ -191,3 +193,21 @@ def test_layers_that_are_alike_share_tensors_and_hold_what_layers_alone_hold(kep
             assert torch.equal(getattr(a, kind), getattr(b, kind))
             assert torch.equal(getattr(b, kind)[0, :, :5], getattr(c, kind)[2, :, :5])
             assert torch.equal(getattr(c, kind), getattr(d, kind))
+
+
+def test_a_copy_of_a_layer_is_another_layer_of_the_cache() -> None:
+    """Dory appends copies of the layers that it runs several times."""
+    cache = RaggedCache(2, 1, CAPACITY)
+    cache.aim(torch.tensor([[0, 1, 2]]), slice(0, 1), 3)
+    cache.update(states(1, 3), states(1, 3), 1)
+    cache.layers += deepcopy(cache.layers)
+    assert [layer.is_initialized for layer in cache.layers] == [False, True, False, True]
+    before = cache.layers[1].keys.clone()
+    assert torch.equal(cache.layers[3].keys, before)
+    cache.update(states(1, 3), states(1, 3), 2)
+    cache.layers[3].keys[0, :, 0] += 1
+    assert torch.equal(cache.layers[1].keys, before)
+    cache.compact(torch.tensor([[2]]), torch.tensor([[1]]))
+    for layer in (1, 2, 3):
+        assert torch.equal(cache.layers[layer].keys[0, :, 1], cache.layers[layer].keys[0, :, 2])
+    assert cache.nbytes == sum(t.nbytes for t in cache.shelf.made.values())
