@@ -22,7 +22,7 @@ LARGEST = 1 << 20  # bytes of a sum
 DTYPES = (torch.float32, torch.bfloat16)  # those of torch's kernel
 
 log = logging.getLogger("specdec")
-_shared: dict[tuple[str, torch.dtype], Tensor | None] = {}
+_shared: dict[tuple[Any, torch.dtype], Tensor | None] = {}  # by the group itself: a later one may have its name
 
 
 def shared_memory(group: Any, dtype: torch.dtype, device: torch.device) -> Tensor | None:
@@ -30,7 +30,7 @@ def shared_memory(group: Any, dtype: torch.dtype, device: torch.device) -> Tenso
 
     All of them call this together, and all get some or none.
     """
-    key = (group.group_name, dtype)
+    key = (group, dtype)
     if key not in _shared:
         _shared[key] = _made(group, dtype, device) if device.type == "cuda" and dtype in DTYPES else None
     return _shared[key]
