@@ -120,9 +120,9 @@ class Drafter:
     )
 
     def __post_init__(self) -> None:
-        """Check the parameters whose bounds are declared, and that all have an effect. Raises SpecdecError."""
+        """Check the parameters whose bounds are declared: SpecdecError; warn of those that have no effect."""
         check_options(self)
-        check_effects(self)
+        check_effects(self, strict=False)
 
     # -- what every strategy has -----------------------------------------------------------------------------------
 

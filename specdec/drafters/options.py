@@ -8,13 +8,14 @@ None is allowed where it is the default, or with `optional`.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import field, fields
 from functools import partial
 from typing import Any
 
 from specdec.config import check_number, check_switch, check_whole
-from specdec.errors import SpecdecError
+from specdec.errors import SettingWarning, SpecdecError
 from specdec.files.forms import MOST
 from specdec.files.own_code import make_object
 
@@ -62,30 +63,36 @@ def make_strategy(strategy: Any, name: str, options: Mapping[str, Any], typed: b
     """
     idle = {option: why for option, why in without_effect(strategy, options).items() if option in options}
     made = make_object(strategy, name, {k: v for k, v in options.items() if k not in idle}, "strategy")
-    _refuse_idle(name, options, idle, None if typed else made)
+    for said in _idle(name, options, idle, None if typed else made):
+        raise SpecdecError(said)
     return made
 
 
-def check_effects(drafter: Any) -> None:
-    """Raise SpecdecError for a parameter of an object that has no effect beside its others. One that is as it would be
-    anyway says nothing, as in a mapping. Called before any parameter is changed."""
+def check_effects(drafter: Any, strict: bool = True) -> None:
+    """Raise SpecdecError for a parameter of an object that has no effect beside its others; or warn, if not strict.
+
+    One that is as it would be anyway says nothing, as in a mapping. Called before any parameter is changed.
+    """
     declared = {f.name: f.default for f in fields(drafter) if f.init}
     values = {name: getattr(drafter, name) for name in declared}
     idle = {name: why for name, why in without_effect(type(drafter), values).items() if name in values}
     idle = {name: why for name, why in idle.items() if values[name] is not None and values[name] != declared[name]}
-    if idle:
-        try:
-            anyway = type(drafter)(**{name: value for name, value in values.items() if name not in idle})
-        except TypeError:  # a subclass whose arguments are not its fields
-            anyway = None
-        _refuse_idle(drafter.name, values, idle, anyway)
+    if not idle:
+        return
+    try:
+        anyway = type(drafter)(**{name: value for name, value in values.items() if name not in idle})
+    except TypeError:  # a subclass whose arguments are not its fields
+        anyway = None
+    for said in _idle(drafter.name, values, idle, anyway):
+        if strict:
+            raise SpecdecError(said)
+        warnings.warn(said, SettingWarning, stacklevel=5)
 
 
-def _refuse_idle(name: str, values: Mapping[str, Any], idle: Mapping[str, str], anyway: Any) -> None:
-    """Raise SpecdecError for an idle parameter, unless a strategy that was made without it has the same value."""
-    for option, why in idle.items():
-        if anyway is None or values[option] != getattr(anyway, option, None):
-            raise SpecdecError(f"{name}: {option}={values[option]!r} has no effect: {why}; leave it out")
+def _idle(name: str, values: Mapping[str, Any], idle: Mapping[str, str], anyway: Any) -> list[str]:
+    """Say what is wrong with each idle parameter, unless a strategy that was made without it has the same value."""
+    said = {k: f"{name}: {k}={values[k]!r} has no effect: {why}; leave it out" for k, why in idle.items()}
+    return [said[k] for k in idle if anyway is None or values[k] != getattr(anyway, k, None)]
 
 
 def _checked(default: Any, check: Callable[[str, Any], None], optional: bool = False) -> Any:

@@ -19,6 +19,7 @@ from specdec import SpecdecError, SpeculativeDecoder
 from specdec.drafters.dflash.files import default_layers, describe, load_block_head
 from specdec.drafters.dflash.head import BlockHead
 from specdec.drafters.dflash.strategy import DFlash
+from specdec.errors import SettingWarning
 from specdec.models.runner import Runner
 from tests.helpers.playing import check_counts, quoting_ids
 from tests.helpers.recording import Rerun
@@ -192,7 +193,7 @@ def test_bad_parameters_are_refused(options: dict[str, Any], message: str, tmp_p
 
 def test_a_head_in_memory_has_its_own_mask(tmp_path: Path) -> None:
     loaded = DFlash(saved(tmp_path, head_config(tiny_model("llama", num_hidden_layers=4), [1])))._head
-    with pytest.raises(SpecdecError, match="dflash: mask_token_id=3 has no effect: a BlockHead has its own"):
+    with pytest.warns(SettingWarning, match="dflash: mask_token_id=3 has no effect: a BlockHead has its own"):
         DFlash(loaded, mask_token_id=3)
     assert replace(DFlash(loaded), n_max=2).n_max == 2
 

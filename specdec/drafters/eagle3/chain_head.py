@@ -46,7 +46,7 @@ class ChainHead(Eagle3):
 
     def __post_init__(self) -> None:
         check_options(self)
-        check_effects(self)
+        check_effects(self, strict=False)
         self._pools = {}
 
     @classmethod

@@ -109,7 +109,7 @@ class Eagle3(Drafter):
             check_whole('eagle3: nodes (or "auto")', self.nodes, 0)
         check_whole("eagle3: top_k", self.top_k, 1)
         check_whole("eagle3: depth", self.depth, 0)
-        check_effects(self)
+        check_effects(self, strict=False)
         if isinstance(self.head, EagleHead):
             if self.config:
                 raise SpecdecError("eagle3: config goes with a folder; an EagleHead has its own")
