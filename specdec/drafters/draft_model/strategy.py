@@ -97,18 +97,11 @@ class DraftModel(CoreDrafter):
 
     @classmethod
     def without_effect(cls, options: Mapping[str, Any]) -> Mapping[str, str]:
-        tree, translate, found = options.get("tree"), options.get("translate"), {}
+        tree, translate = options.get("tree"), options.get("translate")
+        found: dict[str, str] = {}
         branches = isinstance(options.get("branches"), int) and options["branches"] > 1
-        if options.get("p_min"):
-            found["overlap"] = (
-                "only drafts whose length is fixed overlap with the target's pass, and p_min ends them early"
-            )
-        if translate:
-            found["overlap"] = f"translate={translate} drafts after the target's pass"
         if translate in (True, "text"):
             found |= dict.fromkeys(("p_min", "n_min", "top_n"), f"translate={translate} drafts n_max tokens of text")
-        if tree is not None or branches:
-            found["overlap"] = "only chains overlap with the target's pass"
         if tree is not None:
             found |= dict.fromkeys(("p_split", "top_n"), f"tree={tree} does not ask how certain the draft is")
         elif not branches:
