@@ -26,7 +26,7 @@ from nbclient import NotebookClient
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 VOLATILE = "volatile"
-LONGEST_CELL = 300  # seconds
+LONGEST_CELL = 900  # seconds
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
