@@ -264,8 +264,8 @@ def run_stage(name: str, limit: float, arguments: Sequence[str], tiny: bool) -> 
     if name == "pair":
         command[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     # Two GPUs need no multicast, which some hosts do not allow.
-    single = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
-    environment = {**single, "OMP_NUM_THREADS": "1" if tiny else "8", **os.environ}
+    multicast = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+    environment = {**multicast, "OMP_NUM_THREADS": "1" if tiny else "8", **os.environ}
     paths = [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     process = subprocess.Popen(command, env=environment, start_new_session=True)

@@ -105,9 +105,6 @@ I = TypeVar("I", bound=Buffers)  # noqa: E741
 R = TypeVar("R", bound=Buffers)
 
 
-_recorded: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
-
-
 class Recorder(Protocol):
     """Makes a function repeatable."""
 
@@ -122,6 +119,9 @@ class Recorder(Protocol):
 def side_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the stream for warm-up, one per device: cuBLAS keeps tens of megabytes for each stream it met."""
     return torch.cuda.Stream(device)
+
+
+_recorded: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
 
 
 @atexit.register

@@ -107,15 +107,15 @@ class Shelf:
     def make(self, layer: int, form: Form) -> Tensor:
         """Return the buffer [B, H_kv, L + 1, D] of a layer, by its number."""
         shape = (self.batch, form.heads, self.slots, form.width)
-        alike = self.known.get(form, ())
-        if layer not in alike:
-            alike = (layer,)
+        group = self.known.get(form, ())
+        if layer not in group:
+            group = (layer,)
         dtype = torch.uint8 if self.kept_in else form.dtype
-        block = self.made.get((form.kind, alike))
+        block = self.made.get((form.kind, group))
         if block is None:
-            block = torch.zeros((len(alike), *shape), dtype=dtype, device=form.device)
-            self.made[form.kind, alike] = block
-        start = alike.index(layer) * block.stride(0)
+            block = torch.zeros((len(group), *shape), dtype=dtype, device=form.device)
+            self.made[form.kind, group] = block
+        start = group.index(layer) * block.stride(0)
         own = torch.empty(0, dtype=dtype, device=form.device)
         return own.set_(block.untyped_storage(), start, shape, block.stride()[1:])
 
@@ -307,12 +307,7 @@ class RaggedCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes allocated so far: 0 before the first pass."""
-        return sum(t.nbytes for layer in self.filled for t in (layer.keys, layer.values))
-
-    @property
-    def filled(self) -> list[Any]:
-        """Layers with buffers: after a pass all that keep keys and values of their own (not all of Gemma 3n's do)."""
-        return [layer for layer in self.layers if layer.is_initialized]
+        return sum(buffers.nbytes for buffers in self.shelf.made.values())
 
     def begin_draft(self, rows: Sequence[int]) -> None:
         """Prepare rows for tokens that may be rejected: recurrent states are saved. Keys and values need nothing."""
