@@ -499,15 +499,18 @@ for call in sys.argv[1:]:
     started = time.process_time()
     assert CliRunner().invoke(app, shlex.split(call)).exit_code == 2, call
     seconds.append(time.process_time() - started)
-print(len(calls), max(seconds), *{"torch", "transformers"} & set(sys.modules))
+started = time.process_time()
+sum(number for number in range(10_000_000))  # a quarter of a second where nothing else runs
+print(len(calls), max(seconds), time.process_time() - started, *{"torch", "transformers"} & set(sys.modules))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script, *WRONG_AT_ONCE], capture_output=True, text=True, check=False, cwd=ROOT
-    )
-    assert done.returncode == 0, done.stderr
-    calls, slowest, *imported = done.stdout.split()
+    command = [sys.executable, "-c", script, *WRONG_AT_ONCE]
+    for _ in range(2):  # the first process may have to compile the modules that it imports, the second has not
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+        assert done.returncode == 0, done.stderr
+    calls, slowest, counted, *imported = done.stdout.split()
     assert int(calls) > len(VERBS)  # verbs of verbs too
-    assert (float(slowest) < 1, imported) == (True, [])
+    assert imported == []
+    assert float(slowest) < 4 * float(counted)  # a second, by the speed that this process had
 
 
 def test_every_verb_has_its_module_and_says_what_it_does() -> None:
