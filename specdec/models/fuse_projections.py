@@ -5,6 +5,8 @@ fraction of the memory's bandwidth. The weights of a group become views of one m
 `state_dict`, in-place updates and hooks work as before; the first module of a group computes the product, the others
 return their parts of it.
 
+Of weights that are spread over processes (models/tensor_parallel.py) those parts are joined that a process holds.
+
 The numbers may differ in the last bits from those of separate products; plain and speculative decoding see the same.
 """
 
@@ -16,6 +18,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from specdec.models.tensor_parallel import Columns, own_part
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -50,7 +54,7 @@ class Fusion:
         """Make the layers plain again."""
         for product in self.products:
             for layer in product.layers:
-                layer.__class__ = nn.Linear
+                layer.__class__ = product.kind
                 for name in ("product", "part"):
                     vars(layer).pop(name, None)
 
@@ -76,17 +80,18 @@ def _groups(model: nn.Module) -> Iterator[list[nn.Linear]]:
         for names in GROUPS:
             layers = [getattr(module, name, None) for name in names]
             # Adapters, quantised layers and layers that are fused already are left alone.
-            plain = [layer for layer in layers if type(layer) is nn.Linear and _is_plain(layer)]
+            plain = [layer for layer in layers if isinstance(layer, nn.Linear) and _is_plain(layer)]
             if len(plain) == len(names) and _alike(plain):
                 yield plain
 
 
 def _is_plain(layer: nn.Linear) -> bool:
-    return "forward" not in vars(layer) and type(layer.weight) is nn.Parameter
+    own = type(layer.weight) is nn.Parameter if type(layer) is nn.Linear else type(layer) is Columns
+    return own and "forward" not in vars(layer)
 
 
 def _alike(layers: list[nn.Linear]) -> bool:
-    kinds = {(w.in_features, w.weight.dtype, w.weight.device, w.bias is None) for w in layers}
+    kinds = {(type(w), w.in_features, w.weight.dtype, w.weight.device, w.bias is None) for w in layers}
     return len(kinds) == 1 and not any(w.weight.is_meta for w in layers)
 
 
@@ -123,10 +128,11 @@ class _Product:
     """The product of one group. It keeps its parts from the first module's call to the last one's."""
 
     def __init__(self, layers: list[nn.Linear]):
-        self.layers = layers
-        self.sizes = [layer.out_features for layer in layers]
-        self.weight = _joined([layer.weight for layer in layers])
-        biases = [layer.bias for layer in layers]
+        self.layers, self.kind = layers, type(layers[0])
+        with torch.no_grad():  # of a spread weight this process's part itself, not a view of it
+            weights, biases = ([own_part(getattr(w, name)) for w in layers] for name in ("weight", "bias"))
+        self.sizes = [len(weight) for weight in weights]
+        self.weight = _joined(weights)
         self.bias = None if biases[0] is None else _joined(biases)
         self.given: Tensor | None = None
         self.parts: tuple[Tensor, ...] = ()
@@ -135,7 +141,7 @@ class _Product:
         """Compute module i of x [..., in]."""
         layer = self.layers[i]
         if torch.is_grad_enabled() or not self.is_whole():  # gradients belong to the layers' own parameters
-            return F.linear(x, layer.weight, layer.bias)
+            return F.linear(x, own_part(layer.weight), own_part(layer.bias))
         if self.given is not x:
             self.given, self.parts = x, F.linear(x, self.weight, self.bias).split(self.sizes, dim=-1)
         found = self.parts[i]
@@ -147,6 +153,6 @@ class _Product:
         """True if the layers' weights are still views of this product's."""
         if torch.compiler.is_compiling():  # graphs know the addresses: they are dropped when weights have moved
             return True
-        ends = [self.layers[0].weight.data_ptr(), self.layers[-1].weight.data_ptr()]
+        ends = [own_part(self.layers[i].weight).data_ptr() for i in (0, -1)]
         last = self.weight[-self.sizes[-1] :]
         return ends == [self.weight.data_ptr(), last.data_ptr()]

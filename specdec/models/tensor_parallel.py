@@ -57,7 +57,7 @@ class Columns(nn.Linear):
     """A projection of which a process computes some columns."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, _own(self.weight), _own(self.bias))
+        return F.linear(x, own_part(self.weight), own_part(self.bias))
 
 
 class Rows(nn.Linear):
@@ -71,8 +71,8 @@ class Rows(nn.Linear):
     shared: Tensor | None
 
     def forward(self, x: Tensor) -> Tensor:
-        out = add(F.linear(x, _own(self.weight)), self.shared, self.group, self.name)
-        return out if self.bias is None else out + _own(self.bias)
+        out = add(F.linear(x, own_part(self.weight)), self.shared, self.group, self.name)
+        return out if self.bias is None else out + own_part(self.bias)
 
 
 STYLES = {"colwise": Columns, "rowwise": Rows}
@@ -92,6 +92,6 @@ def share_forwards(model: nn.Module) -> None:
             vars(module)["shared"] = shared_memory(group, weight.dtype, weight.to_local().device)
 
 
-def _own(weight: Any) -> Any:
-    """Return this process's part of a weight; None for a bias that is not there."""
+def own_part(weight: Any) -> Any:
+    """Return this process's part of a weight, all of one that is not spread; None for no bias."""
     return weight.to_local() if isinstance(weight, DTensor) else weight

@@ -33,13 +33,15 @@ def outcomes(decoder: SpeculativeDecoder) -> dict[str, list]:
     return {name: [out.token_ids, out.stats.accepted_tokens] for name, out in made.items()}
 
 
-def compilations(decoder: SpeculativeDecoder) -> tuple[int, list[int]]:
-    """Compilations of a pass that is traced whole, and the likeliest token after each of its tokens."""
-    runner, counter = Runner(decoder.target.model), CompileCounterWithBackend("aot_eager")
+def compilations(decoder: SpeculativeDecoder) -> tuple[int, int, list[int]]:
+    """Compilations of a pass that is traced whole, its fused projections, and the likeliest token after each of its
+    tokens."""
+    runner, counter = Runner(decoder.target.model, fuse=True), CompileCounterWithBackend("aot_eager")
     runner.compiled = compiled_forward(runner.view.model, runner.config, "inductor", counter, parts=False)
     fed, shapes = torch.tensor(PROMPTS[:1], device=runner.device), Shapes.choose(runner.device, False, 16)
     out = runner.step(runner.pool.make(1, 16), shapes, fed, [0], [fed.shape[1]])
-    return counter.frame_count, out.logits[0].argmax(dim=-1).tolist()
+    assert runner.fusion is not None
+    return counter.frame_count, len(runner.fusion), out.logits[0].argmax(dim=-1).tolist()
 
 
 def main(target: str, draft: str, folder: str) -> None:

@@ -109,8 +109,9 @@ def test_every_rank_has_the_same_tokens_and_they_are_those_of_one_process(spread
 
 
 @pytest.mark.full
-def test_spread_layers_share_one_compilation_as_those_of_one_process_do(spread: tuple[list[dict], dict]) -> None:
+def test_spread_layers_are_compiled_once_and_fused_as_those_of_one_process_are(spread: tuple[list[dict], dict]) -> None:
     found, alone = spread
+    assert alone["compilations"][1] == 6  # two groups in each of three layers
     assert [made["compilations"] for made in found] == [alone["compilations"]] * 2
 
 
