@@ -218,12 +218,13 @@ class _Machine:
 
 
 # Fitted to SmolLM2-135M in float32 on two cores (44, 65 and 88 ms for 1, 5 and 9 tokens; on another machine 90, 167 and
-# 205, with 98 for 3 and 165 for 4), and to Llamas in bfloat16 on an H100. 8B: 23-24 ms eagerly; 9.1, 9.9 and 10.3 ms
-# for 1, 8 and 16 tokens from recorded kernels; 7.4 and 7.6 for 1 and 8, compiled. 1B: 2.6 recorded, 1.8 compiled. Draft
-# steps of a compiled 135M model took 0.8 ms on an H200, nearly all of it for the kernels of its 30 layers, and 1.1 ms
-# for 8 rows, whose products are no sums. A compiled 6.4B target took 4.66 ms for 8 tokens there and 4.97 for 64, since
-# reading the weights hides their arithmetic.
+# 205, with 98 for 3 and 165 for 4; with oneDNN's products 44, 52 and 60 ms, and 74 for 17), and to Llamas in bfloat16
+# on an H100. 8B: 23-24 ms eagerly; 9.1, 9.9 and 10.3 ms for 1, 8 and 16 tokens from recorded kernels; 7.4 and 7.6 for 1
+# and 8, compiled. 1B: 2.6 recorded, 1.8 compiled. Draft steps of a compiled 135M model took 0.8 ms on an H200, nearly
+# all of it for the kernels of its 30 layers, and 1.1 ms for 8 rows, whose products are no sums. A compiled 6.4B target
+# took 4.66 ms for 8 tokens there and 4.97 for 64, since reading the weights hides their arithmetic.
 _CPU = _Machine(bandwidth=17e9, arithmetic=60e9, layer=2.5e-4, repeat=0.3)
+_ONEDNN = _Machine(bandwidth=15.5e9, arithmetic=145e9, layer=2.5e-4)
 _EAGER = _Machine(bandwidth=2.2e12, arithmetic=150e12, layer=8e-5, launch=7.2e-4)
 _RECORDED = _Machine(bandwidth=2.2e12, arithmetic=150e12, layer=8e-5)
 _COMPILED = _Machine(bandwidth=2.2e12, arithmetic=1500e12, layer=2.5e-5, product=9e-6)
@@ -232,7 +233,7 @@ _ROUND, _RECORDED_ROUND = 1.5e-3, 3e-4
 
 def _machine(runner: Runner) -> _Machine:
     if runner.device.type == "cpu":
-        return _CPU
+        return _ONEDNN if runner.onednn else _CPU
     return {"off": _EAGER, "graph": _RECORDED}.get(runner.mode, _COMPILED)
 
 

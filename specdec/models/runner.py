@@ -37,6 +37,7 @@ from specdec.models.adapters import Chosen, base_of
 from specdec.models.alibi import Alibi
 from specdec.models.attention import Mask, MaskBuilder, check_attention, fastest
 from specdec.models.compile_layers import CompiledFunction, CompiledLayers, Forward, compiled_before, compiled_forward
+from specdec.models.cpu_products import use_onednn
 from specdec.models.fuse_projections import Fusion
 from specdec.models.kinds import layer_configs
 from specdec.models.kv_cache import CachePool, RaggedCache, compiled_slots, kv_dtype, rounded_up
@@ -203,6 +204,7 @@ class Runner:
         self.fusion = Fusion(self.view.model) if fuse else None
         if self.fusion is not None and self.view.private:
             self.fusion.install()
+        self.onednn = use_onednn(self.view.model) if self.view.private else 0
         switch = switch_position(self.config)
         self.rope = RowRope(self.view.model, switch) if switch is not None else None
         self._make_graphs()
