@@ -61,6 +61,8 @@ def run(arguments: argparse.Namespace, strategies: Sequence[str]) -> Iterator[Ro
     head, rows = begun(arguments.raw, strategies, workers)
     order, done = {prompt.id: i for i, prompt in enumerate(in_turns(10**6))}, {row["id"] for row in rows}
     prompts = [prompt for prompt in in_turns(arguments.prompts or 3) if prompt.id not in done]
+    if arguments.category:
+        prompts = [prompt for prompt in prompts if prompt.category == arguments.category]
     spawn = multiprocessing.get_context("spawn")
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []  # not on every system
     groups = spawn.SimpleQueue()
@@ -211,6 +213,7 @@ def main() -> None:
     parser.add_argument("--raw", type=Path, help="run: the file of single prompts; default: OUT.raw.jsonl")
     parser.add_argument("--strategies", default=",".join(MODEL_FREE), help="comma-separated; default: %(default)s")
     parser.add_argument("--prompts", type=int, help="a category; default: 3 to run, all to simulate")
+    parser.add_argument("--category", help="run: only this one")
     parser.add_argument("--budget", type=float, default=1e9, help="run: seconds after which no new prompt is begun")
     parser.add_argument("--workers", type=int, default=1, help="run: processes that share the prompts")
     parser.add_argument("--threads", type=int, default=2, help="run: cores a process keeps to")
