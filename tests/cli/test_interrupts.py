@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,14 @@ SIGNALS = [
     pytest.param(signal.SIGTERM, 143, id="SIGTERM"),
     pytest.param(signal.SIGINT, 130, id="Ctrl-C", marks=pytest.mark.full),
 ]
+
+
+@pytest.fixture(autouse=True)
+def heard() -> Iterator[None]:
+    """Python's own handler for Ctrl-C: a shell's background jobs are started with the signal ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="module")
