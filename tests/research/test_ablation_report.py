@@ -55,6 +55,7 @@ def finished(pair: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> 
 # -- drafts that contribute nothing ------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_draft_that_contributes_nothing_is_named_once_a_setting_over_all_its_rows(tmp_path: Path) -> None:
     """No row has the 100 rounds that a call must have; a setting's rows have them together."""
     pair = {"target": save_model(tmp_path / "target"), "draft": save_model(tmp_path / "draft", seed=9)}

@@ -87,6 +87,7 @@ class Useless:
         pass
 
 
+@pytest.mark.full
 def test_drafts_that_contribute_nothing_are_named_by_all_calls_of_a_scenario_together(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
