@@ -9,6 +9,7 @@ It is `specdec/reference.py`, batched, cached and fast. A pass over the B slots 
     3 accept   and the acceptance rule decides on the device how many drafted tokens are accepted,
     4 token    and which token follows them (decoding/verify_pass.py); pipelined drafting starts the next drafts from
                that alone
+    ahead      where no row drafts the next pass starts from that verdict as well, before the host has read it
     read       the decisions come to the host in one transfer
     5 commit   rows take their tokens and end at a stop; the cache is trimmed to what was accepted: a row's size is set
 
@@ -24,7 +25,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from specdec.decoding.admission import Admission
 from specdec.decoding.record import record_round
@@ -56,17 +57,21 @@ class Engine:
         self.clock = Clock(self.runner.device)
         self.queue = deque(row for row in self.rows if row.finish_reason is None)
         self.slots: list[Row | None] = [None] * self.verifier.batch
+        self.ahead: tuple[ActiveRows, PendingResult] | None = None  # a pass that runs already
         self.admission = Admission(self.verifier, self.chain, self.clock, self.slots, self.kept)
 
     def run(self) -> Iterator[list[Round]]:
         """Run to the end; one list of rounds a pass (empty unless the verifier records)."""
         while active := self.admit():
+            active, pending = self.take_ahead(active)
             with self.clock.phase("draft"):
                 self.draft(active)  # 1
-            with self.clock.phase("verify"):
-                pending = self.verifier.launch(active)  # 2, 3 and 4
-                self.chain.observe(pending.output)
+            if pending is None:
+                with self.clock.phase("verify"):
+                    pending = self.verifier.launch(active)  # 2, 3 and 4
+                    self.chain.observe(pending.output)
             self.start_next_drafts(active, pending)
+            self.start_next_pass(active, pending)
             self.clock.settle()  # the device is busy with this pass meanwhile
             result = pending.read()
             spans = self.clock.end_pass()
@@ -126,6 +131,36 @@ class Engine:
             if not chunked:
                 verdict = pending.on_device
                 self.chain.pipeline(requests, verdict["accepted"], verdict["token"], lambda: pending.emitted)
+
+    # -- a pass ahead ----------------------------------------------------------------------------------------------
+
+    def start_next_pass(self, active: ActiveRows, pending: PendingResult) -> None:
+        """Launch the next pass from the verdict on the device, if neither this round nor the next one has a draft:
+        while the host reads, commits and launches, the device would wait.
+
+        Not if a row without a place in that pass takes a slot now or has just taken one.
+        """
+        going = [(b, row) for b, row in active if row.room > 1]
+        running = sum(row is not None and row.finish_reason is None for row in self.slots)
+        joins = running > len(active) or (len(self.queue) > 0 and len(going) < len(self.slots))
+        if not going or joins or any(row.pending for _, row in active) or not self.verifier.can_go_ahead:
+            return
+        asking = [self._request(b, row) for b, row in going if row.room > 2]
+        if self.chain.rest([replace(r, position=r.position + 1, n_max=r.n_max - 1) for r in asking]):
+            with self.clock.phase("verify", early=True):
+                self.ahead = going, self.verifier.launch(going, pending)
+
+    def take_ahead(self, active: ActiveRows) -> tuple[ActiveRows, PendingResult | None]:
+        """Open the rounds of the pass that was launched ahead, and return it with its rows, less those that a stop has
+        ended meanwhile; without one, return the active rows."""
+        if self.ahead is not None:
+            (rows, pending), self.ahead = self.ahead, None
+            left = [(b, row) for b, row in rows if row.finish_reason is None]
+            for _, row in left:
+                row.open_round(NO_DRAFT)
+            if left:
+                return left, pending
+        return active, None
 
     # -- 5 commit and trim -----------------------------------------------------------------------------------------
 

@@ -172,12 +172,17 @@ class Row:
         """End the row without a result of its own making: an error, an interrupt."""
         self.finish_reason, self.error = reason, message
 
+    @property
+    def next_round_key(self) -> int:
+        """`round_key` of the round that is opened next."""
+        return fold_int(self.key, self.rounds)
+
     def open_round(self, draft: Draft) -> None:
         """Begin a round with this draft."""
         self.pending = draft
         self.strategy = draft.drafter or None
         self.begun, self.drafted, self.accepted, self.path, self.parents = self.size, 0, 0, (), None
-        self.round_key = fold_int(self.key, self.rounds)
+        self.round_key = self.next_round_key
         self.rounds += 1
 
     def note(self, verdict: RowVerdict, parents: list[int] | None, ids: Sequence[int]) -> bool:

@@ -175,11 +175,12 @@ def measure_passes(
 
 
 def round_seconds(decoder: SpeculativeDecoder, tokens: int = 12) -> float:
-    """Median seconds of a plain round without its verify pass."""
+    """Median seconds of a round without a draft, and without its verify pass, where a strategy has been asked."""
     tokens = min(tokens, decoder.target.context - 1)
     call = decoder._call([TOKEN], [], max_new_tokens=tokens, ignore_eos=True)
     inside, outside = [0.0], []
     with call:
+        call.engine.start_next_pass = lambda active, pending: None  # type: ignore[method-assign]
         verifier: Any = call.engine.verifier
         launch = _adding(verifier.launch, inside)
 

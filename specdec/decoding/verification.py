@@ -99,15 +99,26 @@ class Verifier:
         if self.sampling.row_processors is not None:
             self.texts = KnownTexts(self.batch, self.cache.capacity, self.vocab_size, self.runner.device)
 
-    def launch(self, active: Sequence[tuple[int, Row]]) -> PendingResult:
-        """Verify what the active rows have pending, without waiting for the result."""
+    @property
+    def can_go_ahead(self) -> bool:
+        """True if the device alone can tell what follows a pass without drafts, and need not wait for the host."""
+        for_host = self.texts is not None and (self.texts.on_host or self.texts.is_limited)
+        return self.cache.graphs is not None and self.runner.rope is None and self.rule.recordable and not for_host
+
+    def launch(self, active: Sequence[tuple[int, Row]], after: PendingResult | None = None) -> PendingResult:
+        """Verify what the active rows have pending, without waiting for the result.
+
+        after: the rows' last pass, of which the host has read nothing, and which had no drafts: the next one has none
+        """
         plan = self.plan(active)
+        if after is not None:
+            plan = replace(plan, starts=[start + fed for start, fed in zip(plan.starts, plan.counts, strict=True)])
         known_layers = self._known_layers(plan)
         runner = self.runner.without_layers(tuple(range(known_layers))) if known_layers else self.runner
         states = self._states(plan) if known_layers else None
         key = self._key(runner, plan)
         known = None if self.texts is None else self.texts.known(key.given.kv_len, runner.device)
-        table = self._table(plan)
+        table = self._table(plan) if after is None else self._table_after(plan, after)
         verified = self._run(runner, plan, key, VerifyInputs(table, self._q(plan), states, known))
         self.passes += 1
         if known_layers:
@@ -246,6 +257,18 @@ class Verifier:
         for column, rows in late.items():
             put_rows(table, rows, column)
         return self.reader.ranks.first(table)
+
+    def _table_after(self, plan: PassPlan, after: PendingResult) -> Tensor:
+        """Build `VerifyInputs.table` of rows without drafts before the host knows their newest tokens."""
+        host = np.zeros((self.batch, at.DRAFT + plan.width), dtype=np.int64)
+        host[:, at.STARTS], host[:, at.COUNTS], host[:, at.LIMITS] = plan.starts, plan.counts, self.shapes.verify_width
+        host[[b for b, _ in plan.rows], at.KEYS : at.TOTALS] = [
+            (row.key, row.size + 1, 0, row.next_round_key) for _, row in plan.rows
+        ]
+        table = array_on(host, self.runner.device)
+        # A row whose scores were no distribution may have any number for a token; it ends when the host reads that.
+        table[:, at.LAST] = after.on_device["token"].clamp(0, self.vocab_size - 1)
+        return table
 
     def _checked(self, draft: Draft) -> list[int]:
         ids = [int(t) for t in draft.tokens]

@@ -164,6 +164,23 @@ class Chain:
         if self.lengths is not None:
             self.lengths.plan(0, [r for r in requests if r.row in self.winner])
 
+    def rest(self, requests: Sequence[DraftRequest]) -> bool:
+        """Settle that no strategy drafts in the next round of these rows, before the verdict on this round, in which
+        none has: True if that can be told.
+
+        requests: what would be asked then; rows near their ends ask nothing
+        """
+        if self.observers:  # they learn what becomes of a pass before the next one begins
+            return False
+        if not self.drafters or not requests:
+            return True
+        if self.lengths is None or not self.lengths.rest(requests):
+            return False
+        for label in self.labels:
+            for _ in requests:
+                self.counters[label].count_length(0)
+        return True
+
     def pipeline(
         self, requests: Sequence[DraftRequest], accepted: Tensor, token: Tensor, emitted: Callable[[], Tensor]
     ) -> bool:

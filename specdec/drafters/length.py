@@ -203,6 +203,24 @@ class LengthController:
             k, at_worst = (self._best(index, group, nothing_yet, spent)[1] for spent in (0.0, owed))
             self.planned.update({r.row: k for r in group if k == at_worst > 0})
 
+    def rest(self, requests: Sequence[DraftRequest]) -> bool:
+        """Settle that no strategy drafts in the next round of rows which have no drafts in this one, if none will:
+        nothing is learnt from a round without drafts, so that can be told before it has ended.
+
+        requests: what would be asked then
+        """
+        if any(self.free) or not all(self.automatic):
+            return False  # they look at the text, or do not ask
+        for group in [list(requests)] if self.together else [[r] for r in requests]:
+            context = max(r.position for r in group)
+            now = _Round([r.row for r in group], context, self.passes(context // _CONTEXT_STEP))
+            if any(self._choose(index, group, now) for index in range(len(self.drafters))):
+                return False
+        for known in self.known:
+            for r in requests:
+                known[r.row].idle += 1
+        return True
+
     # -- choosing ------------------------------------------------------------------------------------------------
 
     def _take_plan(self, rows: Sequence[DraftRequest]) -> int:
@@ -210,11 +228,11 @@ class LengthController:
         planned = [self.planned.pop(r.row, 0) for r in rows]
         return max(planned) if all(planned) else 0
 
-    def _choose(self, index: int, rows: Sequence[DraftRequest]) -> int:
+    def _choose(self, index: int, rows: Sequence[DraftRequest], now: _Round | None = None) -> int:
         """Choose the k with the most expected tokens per second, 0 included; rarely 1 in its place, to learn."""
-        rate, k, probe = self._best(index, rows)
+        rate, k, probe = self._best(index, rows, now)
         later = [j for j in range(index + 1, len(self.free)) if self.automatic[j] and not self.free[j]]
-        if k and any(self._best(j, rows)[0] > rate for j in later):
+        if k and any(self._best(j, rows, now)[0] > rate for j in later):
             return 0
         idle = min(self._of(index, r).idle for r in rows)
         return 1 if probe and k == 0 and not self.free[index] and idle >= _PROBE else k
@@ -231,7 +249,7 @@ class LengthController:
         budgets = [self.budget[row] - owed for row in now.rows]
         # The call lasts as long as its slowest row, unless slots of fast rows are used again.
         budget = sum(budgets) / len(budgets) if self.waiting >= self.batch else min(budgets)
-        first, step, reading = self._drafting(index, rows)
+        first, step, reading = self._drafting(index, rows, now)
         made = [self._of(index, r).tokens(limit) for r, limit in zip(rows, limits, strict=True)]
         steps = self.drafters[index].steps
         best, best_k, probe = 0.0, 0, False
@@ -253,7 +271,7 @@ class LengthController:
         """Count the seconds of drafting k tokens. Returns True if the strategy is called: also, now and then, if k = 0
         and it has no model."""
         now, known = self.rounds[rows[0].row], [self._of(index, r) for r in rows]
-        first, step, _ = self._drafting(index, rows)
+        first, step, _ = self._drafting(index, rows, now)
         called = k > 0
         if k == 0 and self.free[index]:
             every = math.ceil(first / (self.calls * now.seconds[1]))
@@ -268,9 +286,9 @@ class LengthController:
 
     # -- costs ---------------------------------------------------------------------------------------------------
 
-    def _drafting(self, index: int, rows: Sequence[DraftRequest]) -> tuple[float, float, float]:
+    def _drafting(self, index: int, rows: Sequence[DraftRequest], now: _Round) -> tuple[float, float, float]:
         """Return seconds of the first drafted token, of each further pass, and of reading new texts per token."""
-        now, drafter = self.rounds[rows[0].row], self.drafters[index]
+        drafter = self.drafters[index]
         if self.free[index]:
             return self.costs.call(drafter.name) * len(rows), 0.0, 0.0
         if self.costs.draft is None or not drafter.uses_draft_model:

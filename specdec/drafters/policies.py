@@ -227,6 +227,10 @@ class PolicyLengths:
     def plan(self, index: int, requests: Sequence[DraftRequest]) -> None:
         """Nothing."""
 
+    def rest(self, requests: Sequence[DraftRequest]) -> bool:
+        """Return False: a policy is asked in every round."""
+        return False
+
     def __init__(self, drafters: Sequence[Any], policy: LengthPolicy, chosen: Sequence[bool], longest: int):
         self.automatic, self.longest = list(chosen), longest
         self.policies = [copy.deepcopy(policy) for _ in drafters]

@@ -139,6 +139,11 @@ class KnownTexts:
         tensors = tuple(moved(t, device) for t in self.constants)
         return Known(moved(self.ids[:, :columns], device), moved(self.numbers, device), tensors)
 
+    @property
+    def is_limited(self) -> bool:
+        """True if some row has a processor without a number for prefixes that may still come."""
+        return min(self.limits) < self.room.longest
+
     def check(self, lengths: Mapping[int, int]) -> None:
         """Raise SpecdecError if a processor has no number for a row's prefix of so many tokens."""
         for row, length in lengths.items():
