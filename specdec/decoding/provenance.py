@@ -27,6 +27,7 @@ _PLAIN = (bool, int, float, str, type(None))
 _BOOKKEEPING = ("training", "_is_hf_initialized")
 
 
+@torch.no_grad()
 def weight_hash(model: nn.Module) -> str:
     """Make a short hash of what a model computes with, 16 hex digits.
 
@@ -35,15 +36,17 @@ def weight_hash(model: nn.Module) -> str:
     proof against tampering. Of weights that are spread over processes it covers all parts, and is another hash than
     that of the same weights on one device.
     """
-    digest, modules = hashlib.sha256(), dict(model.named_modules())
+    modules = dict(model.named_modules())
+    forms: list[str] = []
     samples: dict[torch.device, list[Tensor]] = {}
     for name, tensor in _weights(modules):
-        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+        forms.append(f"{name}{tuple(tensor.shape)}{tensor.dtype}")
         if is_traceable_wrapper_subclass(tensor):
-            digest.update(f"{type(tensor).__name__}{getattr(tensor, 'act_quant_kwargs', None)}".encode())
-        for part in parts_of(tensor.detach()):
+            forms.append(f"{type(tensor).__name__}{getattr(tensor, 'act_quant_kwargs', None)}")
+        for part in parts_of(tensor):
             if not part.is_meta:
                 samples.setdefault(part.device, []).append(_sampled(part))
+    digest = hashlib.sha256("".join(forms).encode())
     for device, found in samples.items():
         # Values of one dtype are converted together: a model has hundreds of tensors, and a call waits for this.
         runs = [torch.cat(list(run)).to(torch.float32) for _, run in groupby(found, lambda t: t.dtype)]
@@ -70,8 +73,12 @@ def _weights(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _sampled(tensor: Tensor) -> Tensor:
-    flat = (tensor.int_repr() if tensor.is_quantized else tensor).reshape(-1)
-    return flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES]
+    tensor = tensor.int_repr() if tensor.is_quantized else tensor
+    step = max(1, tensor.numel() // _SAMPLES)
+    if tensor.is_contiguous():  # one view instead of three: a call waits for hundreds of them
+        size = min(_SAMPLES, -(-tensor.numel() // step))
+        return tensor.as_strided((size,), (step,))
+    return tensor.reshape(-1)[::step][:_SAMPLES]
 
 
 def _settings(modules: Mapping[str, nn.Module]) -> Iterator[str]:

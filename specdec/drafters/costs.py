@@ -18,7 +18,6 @@ import numpy as np
 from specdec.config import check_number, check_whole
 from specdec.errors import SpecdecError
 from specdec.files.texts import as_path, dump_yaml_text, is_file, read_json, read_yaml, write_atomically
-from specdec.models.quantised import weight_of
 from specdec.models.runner import Runner
 
 Table = tuple[tuple[tuple[float, ...], ...], ...]
@@ -200,14 +199,11 @@ class _Machine:
 
     def seconds(self, runner: Runner, tokens: Sequence[int]) -> tuple[float, ...]:
         """Return seconds of passes of `tokens`: every weight is read, and a token takes two operations per weight."""
-        head = runner.model.get_output_embeddings()
-        table = weight_of(runner.model.get_input_embeddings())
-        tied = head is None or weight_of(head) is table
-        weights = [(p.numel(), p.element_size()) for p in runner.model.parameters() if tied or p is not table]
+        count, size = runner.read_in_a_pass
         layers = int(getattr(runner.config, "num_hidden_layers", 1))
-        product = self.product * (sum(n for n, _ in weights) < layers * SMALL)
-        reading = sum(n * size for n, size in weights) / self.bandwidth
-        each = 2.0 * sum(n for n, _ in weights) / self.arithmetic
+        product = self.product * (count < layers * SMALL)
+        reading = size / self.bandwidth
+        each = 2.0 * count / self.arithmetic
 
         def one(n: int) -> float:
             read = reading * (1.0 + self.repeat * (n >= MANY))

@@ -52,13 +52,19 @@ class ModelState:
 
 def recorded_from(view: ModelView) -> tuple[Any, ...]:
     """Return what recorded passes depend on: modules, numbers that Python computes with, addresses of weights."""
-    places = [part.data_ptr() for t in _tensors(view.original) for part in parts_of(t)]
+    places = [
+        part.data_ptr()
+        for module in view.seen.modules
+        for t in (*module._parameters.values(), *module._buffers.values())
+        if t is not None
+        for part in parts_of(t)
+    ]
     return (view.builds, *_values(view, []), *places)
 
 
 def parts_of(tensor: Tensor) -> Iterator[Tensor]:
     """Yield the plain tensors in a tensor: itself, or those that a subclass wraps (quantised or spread weights)."""
-    if not is_traceable_wrapper_subclass(tensor):
+    if type(tensor) in (nn.Parameter, Tensor) or not is_traceable_wrapper_subclass(tensor):
         yield tensor
         return
     for name in tensor.__tensor_flatten__()[0]:

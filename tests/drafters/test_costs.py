@@ -112,7 +112,9 @@ def shaped(mode: str, device: str = "cuda", dtype: torch.dtype = torch.bfloat16,
     config = LlamaConfig(**{"num_key_value_heads": 8, **sizes})
     with torch.device("meta"):
         model = LlamaForCausalLM(config).to(dtype)
-    return SimpleNamespace(model=model, config=config, device=torch.device(device), mode=mode, onednn=onednn)
+    read = Runner.read_in_a_pass.func(SimpleNamespace(model=model))  # type: ignore[arg-type]
+    given = {"model": model, "config": config, "mode": mode, "onednn": onednn, "read_in_a_pass": read}
+    return SimpleNamespace(device=torch.device(device), **given)
 
 
 def test_nominal_costs_of_a_gpu_are_those_that_were_measured_there() -> None:
