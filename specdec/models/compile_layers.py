@@ -80,6 +80,9 @@ class Compiler:
         # No trials: they take a tenth of the time of compiling, and choose other kernels in other processes.
         if backend == "inductor":
             self.options |= {"triton.autotune_pointwise": False, "shape_padding": False}
+            # What does not depend on one another becomes one kernel: the rotations and the writes of keys and values of
+            # a layer. A pass of 135M parameters took 0.74 ms instead of 0.82, one of 6.4B 4.33 instead of 4.38.
+            self.options["combo_kernels"] = True
         if mode == "max":
             from specdec.models.small_matmul_pass import RowSums  # imports the compiler, which takes a second
 

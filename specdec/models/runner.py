@@ -206,7 +206,8 @@ class Runner:
         self.fusion = Fusion(self.view.model) if fuse else None
         if self.fusion is not None and self.view.private:
             self.fusion.install()
-        self.onednn = use_onednn(self.view.model) if self.view.private else 0
+        on_cpu = self.device.type == "cpu"
+        self.onednn = use_onednn(self.view.model) if on_cpu and self.view.private else 0
         switch = switch_position(self.config)
         self.rope = RowRope(self.view.model, switch) if switch is not None else None
         self._make_graphs()

@@ -4,6 +4,7 @@ they are faster."""
 from __future__ import annotations
 
 import platform
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,8 +27,9 @@ PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], [9, 8, 7]]
 
 @pytest.fixture(autouse=True)
 def no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models of tests are small."""
+    """Models of tests are small, and every x86 has these products."""
     monkeypatch.setattr(cpu_products, "CACHED", 0)
+    monkeypatch.setattr(cpu_products, "is_for_this_machine", lambda: True)
 
 
 def wide_model(seed: int = 0) -> nn.Module:
@@ -131,3 +133,10 @@ def test_nominal_costs_know_it() -> None:
     assert five - four == pytest.approx(four - three)  # no second reading of the weights from four tokens on
     three, four, five = of(tiny_model("llama"))
     assert four - three > 1.5 * (five - four)
+
+
+@pytest.mark.parametrize(("maker", "wanted"), [("GenuineIntel", False), ("AuthenticAMD", True)])
+def test_an_intel_processor_keeps_its_own_library(maker: str, wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(Path, "read_text", lambda path, encoding: f"processor : 0\nvendor_id : {maker}\n")
+    assert cpu_products.is_for_this_machine.__wrapped__() == wanted
