@@ -82,8 +82,6 @@ class SpeculativeDecoder:
         check_tokenizer(tokenizer, "tokenizer")
         check_tokenizer(draft_tokenizer, "draft_tokenizer")
         self._lock = threading.RLock()  # two threads' calls wait for one another
-        self._held = 0  # how often the thread that works has entered
-        self._followed = False  # changes of the models, since it did
         self.costs = as_costs(costs)
         self.default_chain = strategies is None
         self.strategies = make_drafters(strategies, draft_model is not None)
@@ -189,6 +187,7 @@ class SpeculativeDecoder:
             raise SpecdecError(f"progress must be callable, got {progress!r}")
         with self.working():
             call = self._call(prompts, strategies, max_new_tokens=max_new_tokens, **options)
+            call.is_fresh = True
             with call:
                 try:
                     for _ in call.engine.run():
@@ -259,18 +258,10 @@ class SpeculativeDecoder:
     def working(self) -> Iterator[None]:
         """Give this thread the decoder to itself, with torch's ambient modes set to specdec's (device/ambient.py)."""
         with self._lock, pinned():
-            self._held += 1
-            try:
-                yield
-            finally:
-                self._held -= 1
-                self._followed = self._followed and self._held > 0
+            yield
 
     def refresh(self) -> None:
-        """Follow changes of the models since the last call: once while a thread has the decoder to itself."""
-        if self._followed:
-            return
-        self._followed = self._held > 0
+        """Follow changes of the models since the last call."""
         for runner in self._runners().values():
             runner.refresh()
 

@@ -61,6 +61,7 @@ class Call:
         self.runners = decoder._runners()
         self.facts = {role: runner.facts for role, runner in self.runners.items()}
         self.is_open = False  # it has a cache, which it gives back once
+        self.is_fresh = False  # it begins at once; a generator begins at its first step, when models may have changed
         self.states: dict[str, ModelState] = {}  # of the models when the call began, if anything is kept
         self.phase = "the beginning of the call"  # in which memory ran out
         self.changed: list[str] = []  # roles whose kept keys and values were dropped
@@ -223,7 +224,8 @@ class Call:
 
     def _begin(self) -> None:
         decoder, target = self.decoder, self.decoder.target
-        decoder.refresh()  # a generator begins at its first step
+        if not self.is_fresh:
+            decoder.refresh()
         self._check_models()
         self._choose_adapters()
         kept, previous = self._what_is_kept() if self.settings.keep_state else (None, {})

@@ -146,7 +146,7 @@ class Engine:
         if not going or joins or any(row.pending for _, row in active) or not self.verifier.can_go_ahead:
             return
         asking = [self._request(b, row) for b, row in going if row.room > 2]
-        if self.chain.rest([replace(r, position=r.position + 1, n_max=r.n_max - 1) for r in asking]):
+        if self.chain.rests([replace(r, position=r.position + 1, n_max=r.n_max - 1) for r in asking]):
             with self.clock.phase("verify", early=True):
                 self.ahead = going, self.verifier.launch(going, pending)
 
@@ -158,6 +158,7 @@ class Engine:
             left = [(b, row) for b, row in rows if row.finish_reason is None]
             for _, row in left:
                 row.open_round(NO_DRAFT)
+            self.chain.rest([b for b, row in left if self._room(row) > 0])
             if left:
                 return left, pending
         return active, None

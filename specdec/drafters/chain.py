@@ -164,9 +164,9 @@ class Chain:
         if self.lengths is not None:
             self.lengths.plan(0, [r for r in requests if r.row in self.winner])
 
-    def rest(self, requests: Sequence[DraftRequest]) -> bool:
-        """Settle that no strategy drafts in the next round of these rows, before the verdict on this round, in which
-        none has: True if that can be told.
+    def rests(self, requests: Sequence[DraftRequest]) -> bool:
+        """True if it can be told before the verdict on this round, in which no row has a draft, that none has one in
+        the next.
 
         requests: what would be asked then; rows near their ends ask nothing
         """
@@ -174,12 +174,15 @@ class Chain:
             return False
         if not self.drafters or not requests:
             return True
-        if self.lengths is None or not self.lengths.rest(requests):
-            return False
-        for label in self.labels:
-            for _ in requests:
+        return self.lengths is not None and self.lengths.rests(requests)
+
+    def rest(self, rows: Sequence[int]) -> None:
+        """Count a round of rows of which `rests` was true."""
+        for label in self.labels if self.lengths is not None else ():
+            for _ in rows:
                 self.counters[label].count_length(0)
-        return True
+        if self.lengths is not None:
+            self.lengths.rest(rows)
 
     def pipeline(
         self, requests: Sequence[DraftRequest], accepted: Tensor, token: Tensor, emitted: Callable[[], Tensor]

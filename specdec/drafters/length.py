@@ -23,6 +23,7 @@ _FREE, _MODEL = (0.5, 1.5), (3.0, 2.0)
 _MEMORY = 0.98  # weight of a tested token after each further one
 _PROBE = 16  # rounds without a draft, after which a model drafts one token
 _MAY_LOSE = 0.025  # share of a row's plain time
+_AT_ONCE = 0.25  # share of it that is left, which a draft of several tokens may cost: a bad start is not the end
 _CALLS = 0.005  # share of a plain round that calls of idle strategies may take
 _CONTEXT_STEP = 128  # tokens: costs are looked up at its multiples
 
@@ -203,9 +204,9 @@ class LengthController:
             k, at_worst = (self._best(index, group, nothing_yet, spent)[1] for spent in (0.0, owed))
             self.planned.update({r.row: k for r in group if k == at_worst > 0})
 
-    def rest(self, requests: Sequence[DraftRequest]) -> bool:
-        """Settle that no strategy drafts in the next round of rows which have no drafts in this one, if none will:
-        nothing is learnt from a round without drafts, so that can be told before it has ended.
+    def rests(self, requests: Sequence[DraftRequest]) -> bool:
+        """True if no strategy drafts in the next round of rows which have no drafts in this one: nothing is learnt from
+        a round without drafts, so that can be told before it has ended.
 
         requests: what would be asked then
         """
@@ -216,10 +217,13 @@ class LengthController:
             now = _Round([r.row for r in group], context, self.passes(context // _CONTEXT_STEP))
             if any(self._choose(index, group, now) for index in range(len(self.drafters))):
                 return False
-        for known in self.known:
-            for r in requests:
-                known[r.row].idle += 1
         return True
+
+    def rest(self, rows: Sequence[int]) -> None:
+        """Count a round of rows of which `rests` was true."""
+        for known in self.known:
+            for row in rows:
+                known[row].idle += 1
 
     # -- choosing ------------------------------------------------------------------------------------------------
 
@@ -257,7 +261,7 @@ class LengthController:
             seconds = now.seconds[1 + max(k, now.longest)] + now.drafting
             if k:
                 seconds += first + step * (steps(k) - 1)
-                if seconds > (1.0 + budget) * now.seconds[1]:
+                if seconds > (1.0 + budget * (_AT_ONCE if k > 1 else 1.0)) * now.seconds[1]:
                     continue
             tokens = len(now.rows) + now.tokens + sum(row[min(k, len(row) - 1)] for row in made)
             rate = tokens / (seconds + (k > 0) * reading * tokens)

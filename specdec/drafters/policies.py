@@ -227,9 +227,12 @@ class PolicyLengths:
     def plan(self, index: int, requests: Sequence[DraftRequest]) -> None:
         """Nothing."""
 
-    def rest(self, requests: Sequence[DraftRequest]) -> bool:
+    def rests(self, requests: Sequence[DraftRequest]) -> bool:
         """Return False: a policy is asked in every round."""
         return False
+
+    def rest(self, rows: Sequence[int]) -> None:
+        """Nothing, see `rests`."""
 
     def __init__(self, drafters: Sequence[Any], policy: LengthPolicy, chosen: Sequence[bool], longest: int):
         self.automatic, self.longest = list(chosen), longest

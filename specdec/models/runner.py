@@ -20,7 +20,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, TypeVar, cast
 
 import torch
@@ -187,7 +186,6 @@ class Runner:
     def _adopt(self) -> None:
         """Read everything anew from the model."""
         self.config: Any = self.model.config.get_text_config()
-        vars(self).pop("read_in_a_pass", None)
         self.facts = self.measure()
         self.device, self.dtype, self.embedded, self.vocab_size, self.context, n_layers = self.facts
         if self.view.private:
@@ -221,13 +219,14 @@ class Runner:
         self.can_trim_logits = "logits_to_keep" in accepted
         self.exclude(self.excluded_ids)
 
-    @cached_property
+    @property
     def read_in_a_pass(self) -> tuple[int, int]:
         """(weights, bytes) that a pass reads: all but an embedding of its own."""
         head, table = self.model.get_output_embeddings(), weight_of(self.model.get_input_embeddings())
-        tied = head is None or weight_of(head) is table
-        weights = [p for p in self.model.parameters() if tied or p is not table]
-        return sum(p.numel() for p in weights), sum(p.numel() * p.element_size() for p in weights)
+        found = {id(p): p for m in self.view.seen.modules for p in m._parameters.values() if p is not None}
+        if head is not None and weight_of(head) is not table:
+            found.pop(id(table), None)
+        return sum(p.numel() for p in found.values()), sum(p.numel() * p.element_size() for p in found.values())
 
     @property
     def layer_count(self) -> int:

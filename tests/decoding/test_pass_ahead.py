@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -186,14 +187,30 @@ def test_where_an_automatic_length_rests_passes_go_ahead(
     calls |= {"batch_size": batch, **options}
     pair = decoder(Rerun)
     pair.draft = Runner(weaker(pair.target.model, 0.3), recorder=Rerun())
-    out = pair.generate(PROMPTS[:3], 100, **calls)
+    out = pair.generate(PROMPTS[:3], 60, **calls)
     assert steps.count("ahead") > steps.count("launch") > 3
     steps.clear()
     monkeypatch.setattr(Engine, "start_next_pass", lambda self, active, pending: None)
-    expected = pair.generate(PROMPTS[:3], 100, **calls)
+    expected = pair.generate(PROMPTS[:3], 60, **calls)
     assert "ahead" not in steps
     assert out.token_ids == expected.token_ids
     counters = [made.stats.counters["draft-model"] for made in (out, expected)]
     assert counters[0].n_gen_tokens == counters[1].n_gen_tokens > 0
     assert counters[0].n_asked_per_length == counters[1].n_asked_per_length
     assert counters[0].n_skipped == counters[1].n_skipped
+
+
+def test_a_round_that_never_comes_is_not_counted(steps: list[str]) -> None:
+    """A stop ends the row while the pass of its next round, without a draft as well, runs already."""
+    pair, counted = decoder(Rerun), []
+    pair.draft = Runner(weaker(pair.target.model, 0.3), recorder=Rerun())
+    calls: dict[str, Any] = {"strategies": ["draft-model"], "draft_length": "auto", "costs": COSTS}
+    text = pair.generate(PROMPTS[0], 30, ignore_eos=True, **calls).token_ids[0]
+    eos = next(token for n, token in enumerate(text) if n > 15 and token not in text[:n])
+    for begin in (Engine.start_next_pass, lambda self, active, pending: None):
+        steps.clear()
+        with mock.patch.object(Engine, "start_next_pass", begin):
+            out = pair.generate(PROMPTS[0], 30, eos_token_id=eos, **calls)
+        counted.append((steps.count("ahead") > 0, out.finish_reasons, out.stats.counters["draft-model"].n_skipped))
+    assert counted[0][1:] == counted[1][1:]
+    assert [ahead for ahead, *_ in counted] == [True, False]

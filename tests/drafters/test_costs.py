@@ -112,7 +112,8 @@ def shaped(mode: str, device: str = "cuda", dtype: torch.dtype = torch.bfloat16,
     config = LlamaConfig(**{"num_key_value_heads": 8, **sizes})
     with torch.device("meta"):
         model = LlamaForCausalLM(config).to(dtype)
-    read = Runner.read_in_a_pass.func(SimpleNamespace(model=model))  # type: ignore[arg-type]
+    view = SimpleNamespace(seen=SimpleNamespace(modules=list(model.modules())))
+    read = Runner.read_in_a_pass.fget(SimpleNamespace(model=model, view=view))  # type: ignore[attr-defined]
     given = {"model": model, "config": config, "mode": mode, "onednn": onednn, "read_in_a_pass": read}
     return SimpleNamespace(device=torch.device(device), **given)
 

@@ -54,6 +54,16 @@ def test_where_prompts_wait_a_fast_row_pays_for_a_slow_one() -> None:
     assert plain / 8 / run_batch(scripts[:4], costs, 4, N) >= 0.97
 
 
+@pytest.mark.parametrize("batch", [4, 8])
+def test_one_row_that_begins_badly_does_not_end_the_drafting_of_all(batch: int) -> None:
+    """The budget of a short row is little more than a plain round: one long draft for all took it, and with it all
+    further drafts, although every later token would have been right."""
+    costs, n = batches(0.06), 48
+    scripts = [[False] * 4 + [True] * (n - 4), *[[True] * n] * (batch - 1)]
+    plain = n * (costs.seconds("target", batch, 0, 1) + costs.round)
+    assert plain / run_batch(scripts, costs, batch, n) > 3
+
+
 # -- what drafting costs besides passes --------------------------------------------------------------------------------
 
 

@@ -401,3 +401,18 @@ def test_hooks_of_the_whole_model_cost_nothing_that_is_kept() -> None:
     assert out.provenance["dropped_state"] == []
     assert sum(passes) <= 20
     assert len(seen) == len(passes)
+
+
+def test_a_call_inside_a_call_follows_what_has_changed_since_that_one_began() -> None:
+    """`progress` is the user's code: it may change a model and decode with it."""
+    model = tiny_model("llama")
+    dec = decoder(model, strategies=[])
+    inner: list[list[int]] = []
+
+    def progress(done: float) -> None:
+        if not inner:
+            model.lm_head = copy.deepcopy(tiny_model("llama", seed=5).lm_head)
+            inner.append(dec.generate([PROMPT], 6).token_ids[0])
+
+    dec.generate([PROMPT], 4, progress=progress)
+    assert inner == [generated_by_transformers(model, PROMPT, 6)]
