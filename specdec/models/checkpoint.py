@@ -41,6 +41,8 @@ def check_folder(folder: Path) -> None:
         _config(folder / CONFIG)
     if (folder / GENERATION).exists():
         _generation(folder / GENERATION)
+    if (folder / ADAPTER).exists():
+        _mapping(folder / ADAPTER)
 
 
 def fault_of_config(folder: Path, error: BaseException) -> str:

@@ -162,6 +162,7 @@ BROKEN: list[tuple[str, str, Spoil, str]] = [
         edit(GENERATION, eos_token_id="x"),
         rf"{GENERATION}: eos_token_id",
     ),
+    ("one", "adapter config cut", put("adapter_config.json", b"{"), "adapter_config.json: not JSON"),
     ("one", "tokenizer empty", put(TOKENIZER, b""), rf"{TOKENIZER}: not JSON"),
     ("one", "tokenizer cut", cut(TOKENIZER, 0.7), rf"{TOKENIZER}: not JSON"),
     ("one", "tokenizer random", put(TOKENIZER, RANDOM), rf"{TOKENIZER} cannot be read as UTF-8"),
