@@ -64,9 +64,9 @@ class Engine:
         """Run to the end; one list of rounds a pass (empty unless the verifier records)."""
         while active := self.admit():
             active, pending = self.take_ahead(active)
-            with self.clock.phase("draft"):
-                self.draft(active)  # 1
             if pending is None:
+                with self.clock.phase("draft"):
+                    self.draft(active)  # 1
                 with self.clock.phase("verify"):
                     pending = self.verifier.launch(active)  # 2, 3 and 4
                     self.chain.observe(pending.output)
@@ -145,7 +145,7 @@ class Engine:
         joins = running > len(active) or (len(self.queue) > 0 and len(going) < len(self.slots))
         if not going or joins or any(row.pending for _, row in active) or not self.verifier.can_go_ahead:
             return
-        asking = [self._request(b, row) for b, row in going if row.room > 2]
+        asking = [self._request(b, row) for b, row in going if row.room > 2] if self.chain.drafters else []
         if self.chain.rests([replace(r, position=r.position + 1, n_max=r.n_max - 1) for r in asking]):
             with self.clock.phase("verify", early=True):
                 self.ahead = going, self.verifier.launch(going, pending)

@@ -8,7 +8,7 @@ read brings back the result: `PendingResult.read() -> VerifyResult` (verify_resu
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -226,14 +226,9 @@ class Verifier:
 
     def _table(self, plan: PassPlan) -> Tensor:
         """Build `VerifyInputs.table`: what the host knows in one transfer, then what only the device knows."""
-        width, limit = plan.width, self.shapes.verify_width
-        host = np.zeros((self.batch, at.DRAFT + width), dtype=np.int64)
+        width = plan.width
+        host = self._host_table(plan, lambda row: (row.last, row.key, row.size, row.accepted, row.round_key))
         parents = np.full((self.batch, width if plan.has_trees else 0), -1, dtype=np.int64)
-        host[:, at.STARTS], host[:, at.COUNTS], host[:, at.LIMITS] = plan.starts, plan.counts, limit
-        # One write of all rows: of many, one write each would take most of a round.
-        host[[b for b, _ in plan.rows], at.LAST : at.TOTALS] = [
-            (row.last, row.key, row.size, row.accepted, row.round_key) for _, row in plan.rows
-        ]
         # By column: what only the device knows.
         late: dict[int, dict[int, Tensor]] = {at.DRAFT: {}, at.TOTALS: {}, at.DRAFT + width: {}}
         for b, draft in plan.drafts.items():
@@ -260,15 +255,19 @@ class Verifier:
 
     def _table_after(self, plan: PassPlan, after: PendingResult) -> Tensor:
         """Build `VerifyInputs.table` of rows without drafts before the host knows their newest tokens."""
-        host = np.zeros((self.batch, at.DRAFT + plan.width), dtype=np.int64)
-        host[:, at.STARTS], host[:, at.COUNTS], host[:, at.LIMITS] = plan.starts, plan.counts, self.shapes.verify_width
-        host[[b for b, _ in plan.rows], at.KEYS : at.TOTALS] = [
-            (row.key, row.size + 1, 0, row.next_round_key) for _, row in plan.rows
-        ]
+        host = self._host_table(plan, lambda row: (0, row.key, row.size + 1, 0, row.next_round_key))
         table = array_on(host, self.runner.device)
         # A row whose scores were no distribution may have any number for a token; it ends when the host reads that.
         table[:, at.LAST] = after.on_device["token"].clamp(0, self.vocab_size - 1)
         return table
+
+    def _host_table(self, plan: PassPlan, numbers: Callable[[Row], tuple[int, ...]]) -> np.ndarray:
+        """Make `VerifyInputs.table` without drafts and parents; numbers: LAST to ROUNDS of a row."""
+        host = np.zeros((self.batch, at.DRAFT + plan.width), dtype=np.int64)
+        host[:, at.STARTS], host[:, at.COUNTS], host[:, at.LIMITS] = plan.starts, plan.counts, self.shapes.verify_width
+        # One write of all rows: of many, one write each would take most of a round.
+        host[[b for b, _ in plan.rows], at.LAST : at.TOTALS] = [numbers(row) for _, row in plan.rows]
+        return host
 
     def _checked(self, draft: Draft) -> list[int]:
         ids = [int(t) for t in draft.tokens]

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import platform
 from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+
+from specdec.device.processor import processor_fields
 
 LARGE = 1 << 18  # weights of a matrix
 CACHED = 1 << 24  # weights of a model that may stay in a cache
@@ -48,11 +49,7 @@ def is_for_this_machine() -> bool:
     """True on x86 processors that are not Intel's, for a torch that has oneDNN."""
     if platform.machine() not in ("x86_64", "AMD64") or not torch.backends.mkldnn.is_available():
         return False
-    try:
-        about = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:  # not Linux
-        about = platform.processor()
-    return "Intel" not in about
+    return "Intel" not in processor_fields().get("vendor_id", platform.processor())
 
 
 def is_large(weight: Tensor) -> bool:

@@ -16,12 +16,9 @@ def machine() -> dict[str, Any]:
     """The machine in words, without its name."""
     import torch
 
-    model = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), model)
-    except OSError:
-        pass
+    from specdec.device.processor import processor_fields
+
+    model = processor_fields().get("model name", platform.processor() or platform.machine())
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     system = {"system": platform.system(), "architecture": platform.machine(), "processor": model}
     return {**system, "cores": os.cpu_count(), "threads": torch.get_num_threads(), "gpu": gpu}
